@@ -1,0 +1,41 @@
+"""Device-graph capture and replay for LLM serving engines.
+
+Every public name can be imported from here. Nothing is loaded before a name that needs it is used, so that an argument
+parser can build a configuration in milliseconds and without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from devicegraph._core import __version__ as __version__
+    from devicegraph.errors import BackendError as BackendError
+    from devicegraph.errors import CaptureError as CaptureError
+    from devicegraph.errors import ConfigError as ConfigError
+    from devicegraph.errors import DeviceGraphError as DeviceGraphError
+    from devicegraph.errors import ReplayError as ReplayError
+    from devicegraph.errors import SlotError as SlotError
+
+#: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
+_MODULES = {
+    "_core": ("__version__",),
+    "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module `devicegraph` has no attribute `{name}`")
+    value = getattr(importlib.import_module(f"devicegraph.{module}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

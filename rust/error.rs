@@ -1,0 +1,1 @@
+//! Every sentence that the core says when it refuses something.

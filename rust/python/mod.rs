@@ -1,0 +1,14 @@
+//! The extension module `devicegraph._core`: newtypes that convert at the edge and hold no rule of their own.
+
+use pyo3::prelude::*;
+
+/// The Rust core of `devicegraph`.
+#[pymodule]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}
