@@ -7,10 +7,11 @@
 //! - `buckets`: the sizes worth capturing, and which of them a live size is padded to;
 //! - `slot` and `plan`: what filling a set of static input buffers must copy and write, in the fewest calls;
 //! - `pool`: which input buffers are one memory, and who shares it;
-//! - `arena`: where the blocks of recorded tapes live, so that all of them together take the least memory.
+//! - [`arena`]: where the blocks of recorded tapes live, so that all of them together take the least memory.
 //!
 //! Only `python` names pyo3, behind the feature of that name: `cargo test` needs no interpreter.
 
+pub mod arena;
 pub mod error;
 
 #[cfg(feature = "python")]

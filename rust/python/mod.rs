@@ -1,11 +1,16 @@
 //! The extension module `devicegraph._core`: newtypes that convert at the edge and hold no rule of their own.
 
+mod arena;
+
 use pyo3::prelude::*;
 
 /// The Rust core of `devicegraph`.
 #[pymodule]
 mod _core {
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::arena::Arena;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
