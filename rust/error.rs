@@ -1,5 +1,14 @@
 //! Every sentence that the core says when it refuses something.
+//!
+//! Codes are stable and are what programs branch on; sentences may be reworded. What can be wrong with a configuration
+//! is a catalogue of its own, in `config`.
 
+mod buckets;
+mod config;
+
+#[cfg(feature = "python")]
+pub(crate) use config::write_issue;
+pub use config::{ConfigError, Expected, Issue, Problem};
 use thiserror::Error;
 
 /// What the tape's memory refuses.
