@@ -11,6 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from devicegraph._core import __version__ as __version__
+    from devicegraph.buckets import Buckets as Buckets
+    from devicegraph.buckets import DroppedBucket as DroppedBucket
+    from devicegraph.buckets import decode_buckets as decode_buckets
+    from devicegraph.buckets import prefill_buckets as prefill_buckets
+    from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE as ALLOWED_BACKENDS_PER_PHASE
+    from devicegraph.config import Backend as Backend
+    from devicegraph.config import ConfigIssue as ConfigIssue
+    from devicegraph.config import CudaGraphConfig as CudaGraphConfig
+    from devicegraph.config import Phase as Phase
+    from devicegraph.config import PhaseConfig as PhaseConfig
+    from devicegraph.config import check_cuda_graph_backend as check_cuda_graph_backend
+    from devicegraph.config import default_cuda_graph_config as default_cuda_graph_config
+    from devicegraph.config import parse_cuda_graph_config_arg as parse_cuda_graph_config_arg
+    from devicegraph.config import set_active_config as set_active_config
     from devicegraph.errors import BackendError as BackendError
     from devicegraph.errors import CaptureError as CaptureError
     from devicegraph.errors import ConfigError as ConfigError
@@ -21,6 +35,19 @@ if TYPE_CHECKING:
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
     "_core": ("__version__",),
+    "buckets": ("Buckets", "DroppedBucket", "decode_buckets", "prefill_buckets"),
+    "config": (
+        "ALLOWED_BACKENDS_PER_PHASE",
+        "Backend",
+        "ConfigIssue",
+        "CudaGraphConfig",
+        "Phase",
+        "PhaseConfig",
+        "check_cuda_graph_backend",
+        "default_cuda_graph_config",
+        "parse_cuda_graph_config_arg",
+        "set_active_config",
+    ),
     "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,6 +1,10 @@
 //! The extension module `devicegraph._core`: newtypes that convert at the edge and hold no rule of their own.
 
 mod arena;
+mod buckets;
+mod config;
+mod error;
+mod value;
 
 use pyo3::prelude::*;
 
@@ -11,9 +15,16 @@ mod _core {
 
     #[pymodule_export]
     use super::arena::Arena;
+    #[pymodule_export]
+    use super::buckets::{PyBuckets, PyDroppedBucket, decode_buckets, prefill_buckets};
+    #[pymodule_export]
+    use super::config::{PyConfig, PyPhaseConfig};
+    #[pymodule_export]
+    use super::error::PyConfigIssue;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("__version__", env!("CARGO_PKG_VERSION"))
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("ALLOWED_BACKENDS_PER_PHASE", super::config::allowed_backends(module.py())?)
     }
 }
