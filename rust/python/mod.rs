@@ -1,6 +1,8 @@
 //! The extension module `devicegraph._core`: newtypes that convert at the edge and hold no rule of their own.
 
 mod arena;
+mod plan;
+mod pool;
 
 use pyo3::prelude::*;
 
@@ -11,6 +13,10 @@ mod _core {
 
     #[pymodule_export]
     use super::arena::Arena;
+    #[pymodule_export]
+    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout};
+    #[pymodule_export]
+    use super::pool::PoolLedger;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
