@@ -64,7 +64,7 @@ impl Sizes {
         Ok(sizes)
     }
 
-    fn raw(&self, axis: Axis) -> usize {
+    pub(crate) fn raw(&self, axis: Axis) -> usize {
         if axis == Axis::Bs { self.raw_bs } else { self.raw_num_tokens }
     }
 
@@ -248,6 +248,19 @@ impl Planner {
         self.slots.iter()
     }
 
+    /// Whether every slot has whole rows in a bucket.
+    ///
+    /// # Errors
+    /// A bucket above what the buffers hold, or one of no whole number of some slot's rows.
+    pub fn check_bucket(&self, sizes: &Sizes) -> Result<(), SlotFault> {
+        for (axis, capacity) in [(Axis::Bs, self.max_bs), (Axis::Tokens, self.max_num_tokens)] {
+            if sizes.padded(axis) > capacity {
+                return Err(SlotFault::above_capacity(axis.padded(), sizes.padded(axis), capacity));
+            }
+        }
+        self.slots.iter().try_for_each(|slot| slot.padded_rows(sizes.padded(slot.axis)).map(|_| ()))
+    }
+
     /// What a fill of these sizes must do with these sources, one for each slot.
     ///
     /// `unread` says that there was no batch to read: a slot with a function is then padded whole, where otherwise a
@@ -256,11 +269,7 @@ impl Planner {
     /// # Errors
     /// The first slot, in order of registration, that cannot be filled; or a bucket above what the buffers hold.
     pub fn plan(&self, sizes: &Sizes, sources: &[Option<Source>], unread: bool) -> Result<FillPlan, SlotFault> {
-        for (axis, capacity) in [(Axis::Bs, self.max_bs), (Axis::Tokens, self.max_num_tokens)] {
-            if sizes.padded(axis) > capacity {
-                return Err(SlotFault::above_capacity(axis.padded(), sizes.padded(axis), capacity));
-            }
-        }
+        self.check_bucket(sizes)?;
         let mut plan = FillPlan::default();
         for (index, slot) in self.slots.iter().enumerate() {
             let source = sources.get(index).and_then(Option::as_ref);
@@ -279,7 +288,7 @@ fn add_slot(
     unread: bool,
 ) -> Result<(), SlotFault> {
     let padded = slot.padded_rows(sizes.padded(slot.axis))?;
-    let live = if slot.axis == Axis::None { 0 } else { slot.rows.at(sizes.raw(slot.axis)) };
+    let live = slot.live_rows(sizes.raw(slot.axis));
     let tail_from = match (slot.feed, source) {
         (Feed::Elsewhere, _) => live,
         (Feed::Function, None) if !unread => return Ok(()),

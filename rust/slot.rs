@@ -231,6 +231,11 @@ impl SlotLayout {
         Ok(self)
     }
 
+    /// The live rows at a size; none where the axis is none.
+    pub fn live_rows(&self, size: usize) -> usize {
+        if self.axis == Axis::None { 0 } else { self.rows.at(size) }
+    }
+
     /// The rows of a bucket of that size, which must be whole.
     ///
     /// # Errors

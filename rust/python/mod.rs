@@ -20,6 +20,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("LARGE_PAD_BYTES", crate::plan::LARGE_PAD_BYTES)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

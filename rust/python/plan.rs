@@ -85,6 +85,15 @@ impl SlotLayout {
         Ok(self.0.padded_rows(sizes.padded(self.0.axis))?)
     }
 
+    /// The live rows at a size.
+    #[pyo3(signature = (raw_bs, raw_num_tokens, /))]
+    fn live_rows(&self, raw_bs: &Bound<'_, PyAny>, raw_num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let raw_bs = integer("raw_bs", raw_bs)?;
+        let raw_num_tokens = integer("raw_num_tokens", raw_num_tokens)?;
+        let sizes = plan::Sizes::checked(raw_bs, raw_bs, raw_num_tokens, raw_num_tokens)?;
+        Ok(self.0.live_rows(sizes.raw(self.0.axis)))
+    }
+
     fn __repr__(&self) -> String {
         format!("SlotLayout({:?}, {:?} {} on {})", self.0.name, self.0.shape, self.0.dtype, self.0.device)
     }
@@ -140,6 +149,14 @@ impl FillPlanner {
             })
             .collect();
         Ok(FillPlan(self.0.plan(&sizes, &sources, unread)?))
+    }
+
+    /// Refuses a bucket that some slot cannot have.
+    #[pyo3(signature = (padded_bs, padded_num_tokens, /))]
+    fn check_bucket(&self, padded_bs: &Bound<'_, PyAny>, padded_num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let padded_bs = integer("padded_bs", padded_bs)?;
+        let padded_num_tokens = integer("padded_num_tokens", padded_num_tokens)?;
+        Ok(self.0.check_bucket(&plan::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?)?)
     }
 
     fn __repr__(&self) -> String {
