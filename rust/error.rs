@@ -1,38 +1,15 @@
 //! Every sentence that the core says when it refuses something.
 //!
-//! Codes are stable and are what programs branch on; sentences may be reworded. What can be wrong with a configuration
-//! is a catalogue of its own, in `config`.
+//! Codes are stable and are what programs branch on; sentences may be reworded. Each of the modules is the catalogue of one
+//! concept.
 
+mod arena;
 mod buckets;
 mod config;
+mod slot;
 
+pub use arena::ArenaError;
 #[cfg(feature = "python")]
 pub(crate) use config::write_issue;
 pub use config::{ConfigError, Expected, Issue, Problem};
-use thiserror::Error;
-
-/// What the tape's memory refuses.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum ArenaError {
-    /// An alignment that no address can have.
-    #[error("the alignment must be a power of two, not {alignment}")]
-    Alignment {
-        /// The alignment asked for, in bytes.
-        alignment: u64,
-    },
-    /// A request that no address space can hold.
-    #[error("a block of {bytes} bytes is more than an arena can hold")]
-    Size {
-        /// The size asked for, in bytes.
-        bytes: u64,
-    },
-    /// A block released twice, or never reserved.
-    #[error("no block is live at segment {segment}, offset {offset}")]
-    NotLive {
-        /// The segment named.
-        segment: usize,
-        /// The offset named, in bytes.
-        offset: u64,
-    },
-}
+pub use slot::SlotFault;

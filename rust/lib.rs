@@ -6,8 +6,8 @@
 //! - [`document`]: what somebody wrote, as one tree for JSON, TOML and Python objects;
 //! - [`config`]: which capture backend each phase uses, checked so that every problem is reported at once;
 //! - [`buckets`]: the sizes worth capturing, and which of them a live size is padded to;
-//! - `slot` and `plan`: what filling a set of static input buffers must copy and write, in the fewest calls;
-//! - `pool`: which input buffers are one memory, and who shares it;
+//! - [`dtype`], [`slot`] and [`plan`]: what filling a set of static input buffers must copy and write, in the fewest calls;
+//! - [`pool`]: which input buffers are one memory, and who shares it;
 //! - [`arena`]: where the blocks of recorded tapes live, so that all of them together take the least memory.
 //!
 //! Only `python` names pyo3, behind the feature of that name: `cargo test` needs no interpreter.
@@ -16,7 +16,11 @@ pub mod arena;
 pub mod buckets;
 pub mod config;
 pub mod document;
+pub mod dtype;
 pub mod error;
+pub mod plan;
+pub mod pool;
+pub mod slot;
 
 #[cfg(feature = "python")]
 mod python;

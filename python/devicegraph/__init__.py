@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from devicegraph.errors import DeviceGraphError as DeviceGraphError
     from devicegraph.errors import ReplayError as ReplayError
     from devicegraph.errors import SlotError as SlotError
+    from devicegraph.fill import grouped_foreach_copy_ as grouped_foreach_copy_
+    from devicegraph.layouts import build_decode_registry as build_decode_registry
+    from devicegraph.layouts import build_eager_registry as build_eager_registry
+    from devicegraph.layouts import build_prefill_registry as build_prefill_registry
+    from devicegraph.pool import ForwardInputBuffers as ForwardInputBuffers
+    from devicegraph.pool import InputBufferPool as InputBufferPool
+    from devicegraph.pool import input_buffer_pool as input_buffer_pool
+    from devicegraph.pool import share_input_buffer as share_input_buffer
+    from devicegraph.registry import CudaGraphBufferRegistry as CudaGraphBufferRegistry
+    from devicegraph.registry import reset_index_buffers as reset_index_buffers
+    from devicegraph.slots import FillContext as FillContext
+    from devicegraph.slots import GraphSlot as GraphSlot
+    from devicegraph.slots import PaddingPolicy as PaddingPolicy
 
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
@@ -49,6 +62,11 @@ _MODULES = {
         "set_active_config",
     ),
     "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
+    "fill": ("grouped_foreach_copy_",),
+    "layouts": ("build_decode_registry", "build_eager_registry", "build_prefill_registry"),
+    "pool": ("ForwardInputBuffers", "InputBufferPool", "input_buffer_pool", "share_input_buffer"),
+    "registry": ("CudaGraphBufferRegistry", "reset_index_buffers"),
+    "slots": ("FillContext", "GraphSlot", "PaddingPolicy"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

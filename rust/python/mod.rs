@@ -4,6 +4,8 @@ mod arena;
 mod buckets;
 mod config;
 mod error;
+mod plan;
+mod pool;
 mod value;
 
 use pyo3::prelude::*;
@@ -22,9 +24,15 @@ mod _core {
     #[pymodule_export]
     use super::error::PyConfigIssue;
 
+    #[pymodule_export]
+    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout};
+    #[pymodule_export]
+    use super::pool::PoolLedger;
+
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        module.add("ALLOWED_BACKENDS_PER_PHASE", super::config::allowed_backends(module.py())?)
+        module.add("ALLOWED_BACKENDS_PER_PHASE", super::config::allowed_backends(module.py())?)?;
+        module.add("LARGE_PAD_BYTES", crate::plan::LARGE_PAD_BYTES)
     }
 }

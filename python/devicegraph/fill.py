@@ -1,0 +1,217 @@
+"""Carrying out fills: plans as calls on views that are made once, and the grouped copy that they end in.
+
+An executor compiles a plan into a program; a program takes one source for each slot and runs the step. The plan has
+checked everything by then, so that a program only reads tensors and calls copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from devicegraph._core import LARGE_PAD_BYTES, CopyGroup, FillPlan
+from devicegraph.errors import SlotError
+from devicegraph.slots import GraphSlot, HostValue, buffer_of, fault, fits, name_of, row_major
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["FillExecutor", "FillProgram", "ForeachExecutor", "HostValues", "grouped_foreach_copy_"]
+
+#: One source for each slot, in order of registration; None where the plan reads none.
+FillProgram: TypeAlias = "Callable[[Sequence[Any]], None]"
+
+#: Found once; None where torch has no grouped copy.
+_foreach_copy = getattr(torch, "_foreach_copy_", None)
+
+
+class FillExecutor(Protocol):
+    """A way to carry out plans."""
+
+    def compile(self, plan: FillPlan, slots: Sequence[GraphSlot]) -> FillProgram:
+        """What runs a step of this plan on the slots' buffers.
+
+        Args:
+            plan: for these slots; it refers to them by position.
+            slots: registered, all of the planner.
+        """
+
+
+def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its destination, in one call for each pair of dtypes and pair of devices.
+
+    Copies within one device are queued on its current stream. Between the host and a device they wait for it.
+
+    Args:
+        dsts: written; each of its source's shape.
+        srcs: read; cast where the dtypes differ.
+
+    Raises:
+        SlotError: `length-mismatch`; nothing was copied.
+    """
+    if len(dsts) != len(srcs):
+        message = f"{len(dsts)} destinations for {len(srcs)} sources"
+        raise SlotError(message, code="length-mismatch", expected=str(len(dsts)), given=str(len(srcs)))
+    groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for dst, src in zip(dsts, srcs, strict=True):
+        group = groups.setdefault((dst.dtype, src.dtype, dst.device, src.device), ([], []))
+        group[0].append(dst)
+        group[1].append(src)
+    for group_dsts, group_srcs in groups.values():
+        _copy_group(group_dsts, group_srcs)
+
+
+def _copy_group(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
+    if _foreach_copy is not None:
+        _foreach_copy(dsts, srcs)
+    else:
+        for dst, src in zip(dsts, srcs, strict=True):
+            dst.copy_(src)
+
+
+class _Head(NamedTuple):
+    """How the source of a slot enters a group."""
+
+    slot: int
+    #: The shape to view it in first: a row for each run, or one element for a source without dimensions.
+    shape: tuple[int, ...] | None
+    #: The dtype to read its bytes as.
+    carrier: torch.dtype | None
+    #: Each row is a source of its own.
+    is_split: bool
+
+
+class _Group(NamedTuple):
+    dsts: list[torch.Tensor]
+    #: The sources of the first destinations, which are padding.
+    constants: list[torch.Tensor]
+    heads: tuple[_Head, ...]
+
+
+class ForeachExecutor:
+    """Fills by torch's grouped copy: one call for all same-dtype copies and small tails of a device.
+
+    Grouped copies are fast only for contiguous tensors of one dtype. Buffers and sources of several dtypes are
+    therefore viewed as the integers that the plan names, and padding is copied from constants, kept for each value.
+    """
+
+    def __init__(self) -> None:
+        self._constants: dict[object, torch.Tensor] = {}
+
+    def compile(self, plan: FillPlan, slots: Sequence[GraphSlot]) -> FillProgram:
+        """See `FillExecutor`."""
+        buffers = [buffer_of(slot) for slot in slots]
+        pads = [slot.pad_value for slot in slots]
+        fills = [
+            (_block(buffers[slot], offset, shape, strides), 0 if is_zero else pads[slot])
+            for (slot, offset, shape, strides), is_zero in plan.fills
+        ]
+        groups = [self._group(group, buffers, pads) for group in plan.groups]
+        copies = [(slot, _block(buffers[slot], offset, shape, strides)) for slot, offset, shape, strides in plan.copies]
+
+        def run(sources: Sequence[Any]) -> None:
+            for target, value in fills:
+                target.fill_(value)
+            for dsts, constants, heads in groups:
+                srcs = constants.copy()
+                for slot, shape, carrier, is_split in heads:
+                    source = sources[slot]
+                    if shape is not None:
+                        source = source.view(shape)
+                    if carrier is not None:
+                        source = source.view(carrier)
+                    if is_split:
+                        srcs += source.unbind(0)
+                    else:
+                        srcs.append(source)
+                _copy_group(dsts, srcs)
+            for slot, target in copies:
+                target.copy_(sources[slot])
+
+        return run
+
+    def _group(self, group: CopyGroup, buffers: Sequence[torch.Tensor], pads: Sequence[HostValue]) -> _Group:
+        writes, reads = getattr(torch, group.writes), getattr(torch, group.reads)
+        dsts, constants, heads = [], [], []
+        for slot, offsets, length, is_zero in group.tails:
+            runs = [_block(buffers[slot], offset, [length], [1]).view(writes) for offset in offsets]
+            constant = self._constant(buffers[slot], 0 if is_zero else pads[slot]).view(writes)
+            dsts += runs
+            constants += [constant[: run.numel()] for run in runs]
+        for slot, shape, offsets, length in group.heads:
+            # One run is written in the source's own shape: the two then have the same strides, and the source needs no
+            # view of it. A source without dimensions is one element.
+            view = [len(offsets), length] if len(offsets) > 1 else shape or [1]
+            block = view[1:] if len(offsets) > 1 else view
+            dsts += [_block(buffers[slot], offset, block, row_major(block)).view(writes) for offset in offsets]
+            # Where the group casts, sources are of the type that it reads; else their bytes are moved.
+            is_carried = group.writes == group.reads and buffers[slot].dtype != reads
+            heads.append(
+                _Head(slot, tuple(view) if view != shape else None, reads if is_carried else None, len(offsets) > 1)
+            )
+        return _Group(dsts, constants, tuple(heads))
+
+    def _constant(self, buffer: torch.Tensor, value: HostValue) -> torch.Tensor:
+        """As many bytes of one value as the longest tail of a group has, in the buffer's dtype and on its device."""
+        # By its text, as 0.0 and -0.0 are equal and NaN is not.
+        key = (buffer.device, buffer.dtype, repr(value))
+        constant = self._constants.get(key)
+        if constant is None:
+            length = LARGE_PAD_BYTES // buffer.element_size()
+            constant = torch.full((length,), value, dtype=buffer.dtype, device=buffer.device)
+            self._constants[key] = constant  # ADDRESS: programs hold views of it
+        return constant
+
+
+class HostValues:
+    """What `value_fn` computed, as device tensors that are kept for the next time."""
+
+    #: Values kept. A value that is dropped was last read at least a hundred fills ago even where each of eight slots
+    #: changes its value on every step, so that its memory cannot be given away under a copy that still reads it.
+    CAPACITY = 1024
+
+    def __init__(self) -> None:
+        self._tensors: dict[object, torch.Tensor] = {}
+
+    def tensor(self, slot: GraphSlot, value: object, rows: int) -> torch.Tensor:
+        """The source that holds a value.
+
+        Args:
+            slot: with a `value_fn`, registered.
+            value: what that gave.
+            rows: the live rows, each of which a single number is for; ignored where the slot has none.
+
+        Raises:
+            SlotError: `bad-value`: no number or sequence of numbers, or one that the slot's dtype cannot hold.
+        """
+        numbers = tuple(value) if isinstance(value, (list, tuple)) else value
+        key = (slot.name, numbers, rows)
+        try:
+            tensor = self._tensors.pop(key, None)
+        except TypeError:  # a sequence of sequences: refused below
+            tensor = None
+        if tensor is None:
+            tensor = _tensor_of(slot, numbers, rows)
+            if len(self._tensors) >= self.CAPACITY:
+                del self._tensors[next(iter(self._tensors))]
+        self._tensors[key] = tensor  # last again: what was not used for longest goes first
+        return tensor
+
+
+def _tensor_of(slot: GraphSlot, numbers: Any, rows: int) -> torch.Tensor:
+    buffer = buffer_of(slot)
+    for number in numbers if isinstance(numbers, tuple) else (numbers,):
+        if not fits(number, slot.dtype):
+            what = f"`value_fn` gave `{number!r}`, which is no `{name_of(slot.dtype)}` number"
+            raise fault(slot.name, "bad-value", what, hint="give a Python number that the dtype holds, or a sequence")
+    if isinstance(numbers, tuple):
+        # From memory that is not pinned the copy is staged before this returns: nothing is in flight when the list
+        # goes.
+        return torch.tensor(numbers, dtype=slot.dtype).to(buffer.device, non_blocking=True)
+    shape = buffer.shape if slot.axis == "none" else (min(rows, buffer.shape[0]),)
+    return torch.full(shape, numbers, dtype=slot.dtype, device=buffer.device)
+
+
+def _block(buffer: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)

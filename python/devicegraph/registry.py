@@ -1,0 +1,405 @@
+"""The registry: the static input buffers of a set of graphs, filled from a batch on every step."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from devicegraph._core import FillPlanner
+from devicegraph.batches import read_fields, replaced
+from devicegraph.errors import SlotError
+from devicegraph.fill import FillExecutor, FillProgram, ForeachExecutor, HostValues
+from devicegraph.pool import input_buffer_pool
+from devicegraph.registration import check_bound, find_shape, lay_out, span_bytes
+from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, name_of, row_major
+
+__all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
+
+
+class _Prepared(NamedTuple):
+    """A step that was checked and compiled once."""
+
+    program: FillProgram
+    #: Bytes from the first element of each source to the end of its last; 0 where there is no source.
+    spans: tuple[int, ...]
+
+
+class CudaGraphBufferRegistry:
+    """Static input buffers: declared as slots, filled from a batch, shown as views of a bucket.
+
+    Buffers never move, are never written beyond the bucket, and have no gradient; they are ordinary tensors, in and out
+    of `inference_mode`. Fills are queued on the current stream of each buffer's device and do not wait for it, but
+    where a slot's `source_device` lets a source be on the other side of the host. Fills of one registry write the same
+    memory: whoever fills on several streams, or threads, orders them.
+    """
+
+    #: Prepared steps and views that are kept. Decode has one for each live size, of which engines have a few hundred.
+    CACHE_SIZE = 1024
+
+    def __init__(
+        self, *, device: torch.device | str | int, max_bs: int, max_num_tokens: int, share_pool: bool = False
+    ) -> None:
+        """A registry without slots.
+
+        Args:
+            device: of the slots that name none.
+            max_bs: the most requests of any bucket.
+            max_num_tokens: the most tokens of any bucket.
+            share_pool: take buffers from the input-buffer pool, so that other registries use the same memory.
+
+        Raises:
+            SlotError: `bad-device` or `bad-capacity`.
+        """
+        sizes: tuple[tuple[str, object], ...] = (("max_bs", max_bs), ("max_num_tokens", max_num_tokens))
+        for argument, size in sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                message = f"`{argument}`: {size!r} is no size"
+                raise SlotError(message, code="bad-capacity", hint="use an integer of at least 1", given=repr(size))
+        #: With its number: `cuda:0`.
+        self.device = _in_full(device)
+        self.max_bs = max_bs
+        self.max_num_tokens = max_num_tokens
+        self.share_pool = share_pool
+        self._slots: dict[str, GraphSlot] = {}
+        self._executor: FillExecutor = ForeachExecutor()
+        self._values = HostValues()
+        self._changed()
+
+    # Slots
+
+    def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> GraphSlot:
+        """Gives a slot its memory. Buffers that were there before stay where they are.
+
+        Args:
+            slot: not registered anywhere. One that is not enabled is left out.
+            bind: a tensor to adopt as the buffer: of the slot's shape, dtype and device, no inference tensor, sharing
+                no memory with other slots. It is not written.
+
+        Returns:
+            The slot itself.
+
+        Raises:
+            SlotError: `duplicate-slot`; `already-registered`; a shape or `slice_fn` that cannot be
+                (`bad-shape`, `slice-no-prefix`, `capacity-too-small`, `bucket-not-divisible`, `empty-shape`,
+                `no-trailing-axis`, `unsupported-dtype`); a tensor that does not fit (`bound-shape`, `bound-dtype`,
+                `bound-device`, `bound-inference`, `bound-grad`, `bound-overlap`, `shared-elements`). Nothing changed.
+        """
+        if not slot.enabled:
+            return slot
+        if slot.name in self._slots:
+            raise fault(slot.name, "duplicate-slot", "is registered already", hint="give it another name")
+        if slot._layout is not None:
+            raise fault(slot.name, "already-registered", "belongs to another registry", hint="declare a slot for each")
+        if bind is not None and slot.buffer is not None and bind is not slot.buffer:
+            raise fault(slot.name, "bound-twice", "has a buffer of its own besides `bind`", hint="give one of them")
+        bound = slot.buffer if bind is None else bind
+        device = self.device if slot.device is None else _in_full(slot.device)
+        shape = find_shape(slot, self.max_bs, self.max_num_tokens)
+        if bound is not None:
+            check_bound(slot, bound, shape, device, self._slots.values())
+        sizes = {"max_bs": self.max_bs, "max_num_tokens": self.max_num_tokens}
+        layout = lay_out(slot, shape, device, bound=bound, **sizes)
+        if bound is not None:
+            buffer = bound
+        elif self.share_pool:
+            label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
+            buffer = input_buffer_pool.allocate(slot, shape, device, owner=self, label=label)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                buffer = torch.full(shape, slot.start_value, dtype=slot.dtype, device=device)
+        # The one place where a slot changes.
+        object.__setattr__(slot, "buffer", buffer)
+        object.__setattr__(slot, "_layout", layout)
+        self._slots[slot.name] = slot
+        self._changed()
+        return slot
+
+    def _changed(self) -> None:
+        """Derives what depends on the slots."""
+        slots = self.slots
+        layouts = [layout_of(slot) for slot in slots]
+        self._planner = FillPlanner(layouts, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens)
+        self._prepared: dict[object, _Prepared] = {}
+        self._views: dict[object, dict[str, torch.Tensor]] = {}
+        self._fields = [slot.name if slot.is_plain else None for slot in slots]
+        self._plain_names = [slot.name for slot in slots if slot.is_plain]
+        self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
+        self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
+        self._hooks = [(slot.post_fill, buffer_of(slot)) for slot in slots if slot.post_fill is not None]
+        # Where each buffer starts and ends, in order of address, with a fence at either end.
+        spans = sorted((buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot))) for slot in slots)
+        self._starts = [*(start for start, _ in spans), math.inf]
+        self._ends = [-math.inf, *(start + span for start, span in spans)]
+
+    def get_slot(self, name: str) -> GraphSlot:
+        """The slot of that name.
+
+        Raises:
+            SlotError: `unknown-slot`, with the names that there are.
+        """
+        slot = self._slots.get(name)
+        if slot is None:
+            names = ", ".join(f"`{name}`" for name in self._slots) or "none"
+            raise fault(name, "unknown-slot", "is not registered", hint=f"registered: {names}")
+        return slot
+
+    def has_slot(self, name: str) -> bool:
+        """Whether a slot of that name is registered."""
+        return name in self._slots
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """All names, in order of registration."""
+        return tuple(self._slots)
+
+    @property
+    def slots(self) -> tuple[GraphSlot, ...]:
+        """All slots, in order of registration; disabled ones are not among them."""
+        return tuple(self._slots.values())
+
+    def __repr__(self) -> str:
+        sizes = f"max_bs={self.max_bs}, max_num_tokens={self.max_num_tokens}"
+        return f"<CudaGraphBufferRegistry on {self.device}, {sizes}: {', '.join(self._slots) or 'no slots'}>"
+
+    # Every step
+
+    def fill_from(
+        self,
+        forward_batch: Any,
+        *,
+        raw_bs: int,
+        padded_bs: int,
+        raw_num_tokens: int,
+        padded_num_tokens: int,
+        pp_proxy_tensors: Any = None,
+    ) -> None:
+        """Copies a batch into the buffers and pads them up to the bucket.
+
+        In this order: every source is read, every function of a slot called, and everything checked; padding is
+        written; sources are copied, as few calls as their kinds allow; `post_fill` hooks run, in order of registration.
+        Whatever is raised before the hooks leaves every buffer as it was. A hook that raises leaves all slots filled,
+        the hooks before it done, and those after it not: nothing of it stays once a later fill succeeds.
+
+        Args:
+            forward_batch: any object with attributes, or a mapping. An empty mapping is the idle batch: no `source_fn`
+                is called, and their slots are padded whole, like all whose field is absent. Hooks get it as it is.
+            raw_bs: live requests.
+            padded_bs: requests of the bucket.
+            raw_num_tokens: live tokens.
+            padded_num_tokens: tokens of the bucket.
+            pp_proxy_tensors: handed to the slots' functions and hooks.
+
+        Raises:
+            SlotError: `not-a-tensor`, `wrong-rows`, `wrong-shape`, `too-many-rows`, `too-wide`, `wrong-device`,
+                `narrowing-cast`, `unsupported-dtype`, `field-missing`, `source-overlap` or `bad-value` for a source;
+                `not-a-size`, `negative-size`, `raw-above-padded`, `above-capacity` or `bucket-not-divisible` for a
+                size.
+        """
+        if torch.is_grad_enabled():
+            # A source that requires grad would give the buffers a history.
+            with torch.no_grad():
+                self._fill(forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+        else:
+            self._fill(forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+
+    def _fill(
+        self,
+        batch: Any,
+        raw_bs: int,
+        padded_bs: int,
+        raw_num_tokens: int,
+        padded_num_tokens: int,
+        pp_proxy_tensors: Any,
+    ) -> None:
+        is_unread = isinstance(batch, Mapping) and not batch
+        sources = read_fields(batch, self._fields)
+        context = None
+        if self._functions or self._hooks:
+            context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+            for index, slot in self._functions:
+                if slot.value_fn is not None:
+                    rows = layout_of(slot).live_rows(raw_bs, raw_num_tokens)
+                    sources[index] = self._values.tensor(slot, slot.value_fn(context), rows)
+                elif slot.source_fn is not None and not is_unread:
+                    sources[index] = slot.source_fn(batch, context)
+        # The key has all that is checked but for addresses: what was found right once need not be checked again.
+        key: list[object] = [raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread]
+        try:
+            for source in sources:
+                if source is None:
+                    key.append(None)
+                else:
+                    key += (source.dtype, source.shape, source.device, source.stride())
+            prepared = self._prepared.get(tuple(key))
+        except (AttributeError, RuntimeError, TypeError):
+            prepared = None  # something is no tensor or no size: preparing it says what
+        if prepared is None:
+            prepared = self._prepare(tuple(key), sources, is_unread)
+        starts, ends = self._starts, self._ends
+        for source, span in zip(sources, prepared.spans, strict=True):
+            if source is not None:
+                start = source.data_ptr()
+                after = bisect_right(starts, start)
+                if start < ends[after] or start + span > starts[after]:
+                    self._check_aliases(sources)
+                    break
+        prepared.program(sources)
+        if context is not None:
+            for post_fill, buffer in self._hooks:
+                post_fill(buffer, batch, context)
+
+    def _prepare(self, key: tuple[Any, ...], sources: Sequence[Any], is_unread: bool) -> _Prepared:
+        """Checks and plans a step, and turns the plan into views."""
+        described: list[tuple[str, Sequence[int], str, bool] | None] = []
+        for slot, source in zip(self.slots, sources, strict=True):
+            if source is None:
+                described.append(None)
+            elif isinstance(source, torch.Tensor) and source.layout is torch.strided:
+                is_contiguous = list(source.stride()) == row_major(source.shape)
+                described.append((name_of(source.dtype), source.shape, str(source.device), is_contiguous))
+            else:
+                kind = f"{source.layout} tensor" if isinstance(source, torch.Tensor) else type(source).__name__
+                raise fault(slot.name, "not-a-tensor", f"the source is a `{kind}`", hint="pass a dense tensor")
+        raw_bs, padded_bs, raw_num_tokens, padded_num_tokens = key[:4]
+        plan = self._planner.plan(
+            described,
+            raw_bs=raw_bs,
+            padded_bs=padded_bs,
+            raw_num_tokens=raw_num_tokens,
+            padded_num_tokens=padded_num_tokens,
+            unread=is_unread,
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            program = self._executor.compile(plan, self.slots)
+        spans = tuple(0 if source is None else span_bytes(source) for source in sources)
+        return _remembered(self._prepared, key, _Prepared(program, spans))
+
+    def _check_aliases(self, sources: Sequence[torch.Tensor | None]) -> None:
+        """Refuses sources in memory that the fill writes, but for a slot's own rows where they are.
+
+        Copies of one fill run in any order, or at once: a source that another copy or padding writes has no defined
+        value.
+        """
+        for slot, source in zip(self.slots, sources, strict=True):
+            if source is None or source.numel() == 0:
+                continue
+            for other in self.slots:
+                buffer = buffer_of(other)
+                starts = (source.data_ptr(), buffer.data_ptr())
+                ends = (starts[0] + span_bytes(source), starts[1] + span_bytes(buffer))
+                if max(starts) < min(ends) and not (other is slot and _is_in_place(source, slot)):
+                    what = f"the source shares memory with slot `{other.name}`"
+                    raise fault(slot.name, "source-overlap", what, hint="pass a copy, or the slot's own rows")
+
+    # What a step and a graph are about
+
+    def views(self, *, padded_bs: int, padded_num_tokens: int) -> dict[str, torch.Tensor]:
+        """The rows of a bucket of every slot whose name is not dotted, by name.
+
+        Returns:
+            A new dictionary of the same tensors on each call: views that start where their buffers do.
+
+        Raises:
+            SlotError: `above-capacity`, `bucket-not-divisible`, `negative-size` or `not-a-size`.
+        """
+        key = (padded_bs, padded_num_tokens)
+        views = self._views.get(key)
+        if views is None:
+            self._planner.check_bucket(padded_bs, padded_num_tokens)
+            views = {slot.name: slot.slice_for(*key) for slot in self.slots if "." not in slot.name}
+            _remembered(self._views, key, views)
+        return views.copy()
+
+    def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Any) -> Any:
+        """A shallow copy of a batch that shows the buffers: what a graph of that bucket is captured and replayed with.
+
+        Args:
+            padded_bs: requests of the bucket; the copy's `batch_size`, where its type has a place for it.
+            padded_num_tokens: tokens of the bucket.
+            forward_batch_template: an object with attributes (frozen and slotted ones too), a named tuple, or a
+                mapping; it is not changed. A plain slot that it lacks, or has as None, stays absent; slots that are
+                computed always show; dotted ones never.
+
+        Raises:
+            SlotError: as for `views`; `field-not-settable` where the batch's type has no place for a computed slot.
+        """
+        absent = set(self._named(~self.presence(forward_batch_template)))
+        views = self.views(padded_bs=padded_bs, padded_num_tokens=padded_num_tokens)
+        shown = {name: view for name, view in views.items() if name not in absent}
+        return replaced(forward_batch_template, shown, {"batch_size": padded_bs})
+
+    def presence(self, forward_batch: Any) -> int:
+        """Which plain slots a batch has a value for: bit i stands for the i-th plain slot, in order of registration."""
+        mask = 0
+        for bit, value in enumerate(read_fields(forward_batch, self._plain_names)):
+            if value is not None:
+                mask |= 1 << bit
+        return mask
+
+    def missing_required(self, mask: int) -> tuple[str, ...]:
+        """The required slots that a batch of this presence lacks (`field-missing`)."""
+        return self._named(self._required & ~mask) if self._required & ~mask else ()
+
+    def unexpected(self, mask: int, exposed_mask: int) -> tuple[str, ...]:
+        """The slots that this batch has and the batch of a captured graph had not (`field-unexpected`)."""
+        return self._named(mask & ~exposed_mask) if mask & ~exposed_mask else ()
+
+    def _named(self, mask: int) -> tuple[str, ...]:
+        return tuple(name for bit, name in enumerate(self._plain_names) if mask >> bit & 1)
+
+    def reset_index_buffers(self) -> None:
+        """Writes zeros over the whole of each `ZERO` slot, and nothing else.
+
+        Indices of earlier steps are valid for their buckets only: a larger bucket would read them as its own.
+        """
+        with torch.no_grad():
+            for slot in self.slots:
+                if slot.padding_policy is PaddingPolicy.ZERO:
+                    buffer_of(slot).zero_()
+
+
+def reset_index_buffers(*registries: CudaGraphBufferRegistry) -> None:
+    """`CudaGraphBufferRegistry.reset_index_buffers` of each: what a capture does before it warms up."""
+    for registry in registries:
+        registry.reset_index_buffers()
+
+
+def _is_in_place(source: torch.Tensor, slot: GraphSlot) -> bool:
+    """Whether a source is the rows of its own slot, so that copying them changes nothing."""
+    buffer = buffer_of(slot)
+    steps = zip(source.shape, source.stride(), buffer.stride(), strict=True)
+    return (
+        source.data_ptr() == buffer.data_ptr()
+        and source.dtype == buffer.dtype
+        and all(size == 1 or given == own for size, given, own in steps)
+        # Rows shorter than the slot's are padded before they are copied.
+        and (slot.trailing == "exact" or source.shape[-1] == buffer.shape[-1])
+    )
+
+
+def _in_full(device: torch.device | str | int) -> torch.device:
+    """The device with its number: `cuda` is the current one."""
+    try:
+        return torch.empty(0, device=device).device
+    except (
+        AssertionError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # torch without the device's support, or no device at all
+        message = f"`{device}` is no device of this machine"
+        raise SlotError(message, code="bad-device", given=str(device)) from error
+
+
+_Value = TypeVar("_Value")
+
+
+def _remembered(cache: dict[object, _Value], key: object, value: _Value) -> _Value:
+    """Keeps a value in place of the oldest, where the cache is full."""
+    if len(cache) >= CudaGraphBufferRegistry.CACHE_SIZE:
+        del cache[next(iter(cache))]
+    cache[key] = value
+    return value

@@ -1,0 +1,255 @@
+"""Slots: the declaration of one static input buffer each, and the rule for its padding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from devicegraph.errors import SlotError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from devicegraph._core import SlotLayout
+
+__all__ = ["FillContext", "GraphSlot", "PaddingPolicy"]
+
+Axis: TypeAlias = Literal["bs", "tokens", "none"]
+HostValue: TypeAlias = bool | int | float
+
+
+class PaddingPolicy(Enum):
+    """What a fill does with the rows `[raw, padded)` of a slot. Rows from `padded` on are never touched.
+
+    Two kinds of consumers read padded rows: one skips a sentinel that it knows, the other reads or writes whatever row
+    it is pointed at. A sentinel such as -1 is safe with the first kind only: as a plain index it is the last row. Where
+    a padded value is read as an index, use `ZERO` and keep row 0 reserved for it. The sentinel is the slot's own
+    `pad_value`; nothing in this package reads it as an index.
+
+    | policy          | buffer starts as | rows `[raw, padded)`        | batch lacks the field |
+    | --------------- | ---------------- | --------------------------- | --------------------- |
+    | `KEEP_PAD`      | 0                | untouched                   | untouched             |
+    | `FILL_SENTINEL` | `pad_value`      | `pad_value`                 | `pad_value`           |
+    | `ZERO`          | 0                | 0                           | 0                     |
+    | `FOREACH_COPY`  | 0                | rows of earlier fills       | untouched             |
+    | `FILL_ONCE`     | `pad_value`      | untouched                   | untouched             |
+    """
+
+    KEEP_PAD = "keep_pad"
+    FILL_SENTINEL = "fill_sentinel"
+    ZERO = "zero"
+    FOREACH_COPY = "foreach_copy"
+    FILL_ONCE = "fill_once"
+
+
+class FillContext(NamedTuple):
+    """The sizes of one fill, as the functions of a slot get them.
+
+    Attributes:
+        raw_bs: live requests.
+        padded_bs: requests of the bucket.
+        raw_num_tokens: live tokens.
+        padded_num_tokens: tokens of the bucket.
+        pp_proxy_tensors: what the previous pipeline stage sent, as it was given to `fill_from`.
+    """
+
+    raw_bs: int
+    padded_bs: int
+    raw_num_tokens: int
+    padded_num_tokens: int
+    pp_proxy_tensors: Any = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GraphSlot:
+    """The declaration of one static input buffer.
+
+    A slot is checked when it is made, gets its memory when a registry registers it, and does not change after that. The
+    live rows of a plain slot are the batch's field of the slot's name; `source_fn`, `value_fn` and `copy_from_fb=False`
+    name another origin, and at most one of them.
+
+    Attributes:
+        name: the batch's field. With `source_fn`, `value_fn` or `copy_from_fb=False` it may be dotted; a dotted slot is
+            no field of a batch and shows in no view.
+        shape_fn: `(max_bs, max_num_tokens)` to the whole buffer's shape.
+        dtype: of the buffer. Complex and quantized types are not supported.
+        axis: what the rows follow: requests (`"bs"`), `"tokens"`, or `"none"`: the buffer is live as a whole.
+        device: of the buffer; None for the registry's. A slot that names `"cpu"` is a declared host slot (`is_host`).
+        padding_policy: see `PaddingPolicy`. `axis="none"` allows only `KEEP_PAD`.
+        pad_value: what `FILL_SENTINEL` and `FILL_ONCE` pad with, and `trailing="prefix"` under any policy.
+        post_fill: `(buffer, forward_batch, context)`, called with the whole buffer after everything is copied.
+        slice_fn: `(buffer, size)` to the buffer's rows at that size, where they are not its first `size` rows: a prefix
+            along one dimension, whose length is `base + step * (size // unit)` for some whole numbers. Registration
+            finds them; a bucket must be a multiple of `unit`. `lambda buffer, size: buffer[:, :size]` cuts
+            `[3, tokens]`.
+        source_fn: `(forward_batch, context)` to a tensor of n rows, n at most the bucket's, which are copied into
+            `[0, n)` while `[n, padded)` is padded; or to None, which leaves the slot as it is.
+        copy_from_fb: False where the model or a hook writes the live rows: a fill then writes the padding only.
+        enabled: a slot that is not enabled is left out by registration: no memory, no look-up.
+        buffer: the memory. Given here, it is adopted as with `register_slot(slot, bind=buffer)`.
+        required: a step whose batch lacks the field is refused (`field-missing`), unless it is idle.
+        source_device: where the source may be: None for the slot's own device, `"cpu"`, or `"any"`. A source on another
+            device is copied by a call of its own, which waits for the device where the copy is from or to the host.
+        allow_narrowing: cast sources whose dtype holds values that the slot's does not. int64 into int32 then wraps.
+        trailing: `"exact"`, or `"prefix"`: a source may be shorter along the last dimension, and the rest of each live
+            row gets `pad_value`.
+        value_fn: `context` to a small host value that the fill writes itself: a number for each live row, or a sequence
+            of numbers, one for each row. The slot has at most one dimension. No launch of its own once a value was
+            seen.
+    """
+
+    name: str
+    shape_fn: Callable[[int, int], tuple[int, ...]]
+    dtype: torch.dtype
+    axis: Axis = "tokens"
+    device: torch.device | str | int | None = None
+    padding_policy: PaddingPolicy = PaddingPolicy.KEEP_PAD
+    pad_value: HostValue = 0
+    post_fill: Callable[[torch.Tensor, Any, FillContext], None] | None = None
+    slice_fn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    source_fn: Callable[[Any, FillContext], torch.Tensor | None] | None = None
+    copy_from_fb: bool = True
+    enabled: bool = True
+    buffer: torch.Tensor | None = None
+    _: KW_ONLY
+    required: bool = False
+    source_device: Literal["cpu", "any"] | None = None
+    allow_narrowing: bool = False
+    trailing: Literal["exact", "prefix"] = "exact"
+    value_fn: Callable[[FillContext], HostValue | list[HostValue] | tuple[HostValue, ...]] | None = None
+    _layout: SlotLayout | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        origins = [self.source_fn is not None, self.value_fn is not None, not self.copy_from_fb]
+        name, dtype, policy = _given(self.name), _given(self.dtype), _given(self.padding_policy)
+        parts = name.split(".") if isinstance(name, str) else [""]
+        if not all(part.isidentifier() for part in parts) or self.name == "batch_size":
+            raise fault(self.name, "bad-name", "is no name for a slot", hint="use a field of the batch, as `input_ids`")
+        if self.axis not in ("bs", "tokens", "none"):
+            raise fault(self.name, "bad-axis", f"`{self.axis}` is no axis", hint="use `bs`, `tokens` or `none`")
+        if not isinstance(dtype, torch.dtype):
+            raise fault(self.name, "bad-dtype", f"`{self.dtype}` is no dtype", hint="use a torch dtype")
+        if not isinstance(policy, PaddingPolicy):
+            allowed = ", ".join(f"`{known.name}`" for known in PaddingPolicy)
+            raise fault(self.name, "bad-policy", f"`{policy}` is no padding policy", hint=f"use {allowed}")
+        if self.axis == "none" and self.padding_policy is not PaddingPolicy.KEEP_PAD:
+            what = f"a slot without rows has nothing to pad by `{self.padding_policy.name}`"
+            raise fault(self.name, "bad-policy", what, hint='use `KEEP_PAD` with `axis="none"`')
+        if self.axis == "none" and self.slice_fn is not None:
+            raise fault(self.name, "bad-option", "a slot without rows has nothing to slice", hint="drop `slice_fn`")
+        if not fits(self.pad_value, self.dtype):
+            raise fault(self.name, "bad-pad-value", f"`{self.pad_value}` is no `{name_of(self.dtype)}`")
+        for option in ("shape_fn", "post_fill", "slice_fn", "source_fn", "value_fn"):
+            value = getattr(self, option)
+            if not callable(value) and (value is not None or option == "shape_fn"):
+                raise fault(self.name, "bad-option", f"`{option}` is not callable")
+        if sum(origins) > 1:
+            what = "`source_fn`, `value_fn` and `copy_from_fb=False` are three origins of the live rows"
+            raise fault(self.name, "bad-option", what, hint="give at most one")
+        if self.required and any(origins):
+            raise fault(self.name, "bad-option", "`required` is for a field of the batch", hint="drop `required`")
+        if len(parts) > 1 and not any(origins):
+            what = "a dotted name is no field of a batch"
+            raise fault(self.name, "bad-name", what, hint="say where the rows come from, with `source_fn`")
+        if self.source_device not in (None, "cpu", "any"):
+            what = f"`{self.source_device}` is no place for a source"
+            raise fault(self.name, "bad-option", what, hint="use None, `cpu` or `any`")
+        if self.trailing not in ("exact", "prefix"):
+            what = f"`{self.trailing}` is no rule for the last dimension"
+            raise fault(self.name, "bad-option", what, hint="use `exact` or `prefix`")
+
+    def __repr__(self) -> str:
+        made = "not registered" if self.buffer is None else f"{list(self.buffer.shape)} on {self.buffer.device}"
+        policy = self.padding_policy.name
+        return f"<GraphSlot {self.name}: {made}, {name_of(self.dtype)}, axis={self.axis}, {policy}>"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the live rows are the batch's field of this name."""
+        return self.copy_from_fb and self.source_fn is None and self.value_fn is None
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the slot itself names the CPU as its device, rather than being on a registry that is there."""
+        return self.device is not None and torch.device(self.device).type == "cpu"
+
+    @property
+    def start_value(self) -> HostValue:
+        """What every element of a new buffer holds."""
+        starts_padded = self.padding_policy in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
+        return self.pad_value if starts_padded else 0
+
+    def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
+        """The buffer's rows at a bucket, as a view: the same address for every bucket.
+
+        Raises:
+            SlotError: `not-registered`, or a bucket that the slot has no rows for (`above-capacity`,
+                `bucket-not-divisible`, `negative-size`, `not-a-size`).
+        """
+        buffer = buffer_of(self)
+        layout_of(self).padded_rows(padded_bs, padded_num_tokens)
+        if self.axis == "none":
+            return buffer
+        size = padded_bs if self.axis == "bs" else padded_num_tokens
+        return buffer[:size] if self.slice_fn is None else self.slice_fn(buffer, size)
+
+
+def _given(value: object) -> object:
+    """A value as callers really give it, whatever its annotation promises."""
+    return value
+
+
+def fault(
+    slot: object,
+    code: str,
+    what: str,
+    *,
+    hint: str | None = None,
+    expected: object = None,
+    given: object = None,
+) -> SlotError:
+    """The error of one slot: `what` follows its name."""
+    sides = {key: None if side is None else str(side) for key, side in {"expected": expected, "given": given}.items()}
+    return SlotError(f"slot `{slot}`: {what}", code=code, hint=hint, slot=str(slot), **sides)
+
+
+def buffer_of(slot: GraphSlot) -> torch.Tensor:
+    """The buffer of a registered slot."""
+    if slot.buffer is None:
+        raise fault(slot.name, "not-registered", "has no buffer yet", hint="register it first")
+    return slot.buffer
+
+
+def layout_of(slot: GraphSlot) -> SlotLayout:
+    """What the planner knows of a registered slot."""
+    if slot._layout is None:
+        raise fault(slot.name, "not-registered", "has no buffer yet", hint="register it first")
+    return slot._layout
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name without the module, as messages have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fits(value: object, dtype: torch.dtype) -> bool:
+    """Whether a buffer of that dtype can be filled with a number and hold it, up to rounding."""
+    if not isinstance(value, (bool, int, float)):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1) and not isinstance(value, float)
+    if dtype.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    return not isinstance(value, float) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides

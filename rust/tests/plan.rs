@@ -1,0 +1,470 @@
+//! The planner against its specification: carrying out a plan on bytes leaves what the padding policies say.
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+use devicegraph::dtype::DType;
+use devicegraph::error::SlotFault;
+use devicegraph::plan::{FillPlan, LARGE_COPY_BYTES, LARGE_PAD_BYTES, MAX_RUNS, Pad, Planner, Sizes, Source};
+use devicegraph::slot::{Axis, Feed, PaddingPolicy, Region, Rows, SlotLayout, SourceDevice};
+use proptest::prelude::*;
+
+const MAX_BS: usize = 12;
+const MAX_TOKENS: usize = 24;
+const PAD_VALUE: i64 = 7;
+
+/// A slot, what its buffer holds before (by element of its whole span), and what the batch brings for it.
+#[derive(Debug, Clone)]
+struct Case {
+    slot: SlotLayout,
+    before: Vec<i64>,
+    source: Option<Source>,
+    values: Vec<i64>,
+}
+
+fn capacity(axis: Axis) -> usize {
+    if axis == Axis::Bs { MAX_BS } else { MAX_TOKENS }
+}
+
+/// Every index of a shape, in row-major order.
+fn indices(shape: &[usize]) -> Vec<Vec<usize>> {
+    shape.iter().fold(vec![vec![]], |all, size| {
+        all.iter().flat_map(|index| (0..*size).map(move |next| [index.as_slice(), &[next]].concat())).collect()
+    })
+}
+
+fn offset(index: &[usize], strides: &[usize]) -> usize {
+    index.iter().zip(strides).map(|(index, stride)| index * stride).sum()
+}
+
+/// The specification, by element: what the table of policies says that a fill leaves in a slot.
+fn specified(case: &Case, sizes: [usize; 4], unread: bool) -> Vec<i64> {
+    let Case { slot, before, source, values } = case;
+    let (raw, padded) = if slot.axis == Axis::Bs { (sizes[0], sizes[1]) } else { (sizes[2], sizes[3]) };
+    let whole = slot.axis == Axis::None;
+    let padded = slot.rows.at(padded);
+    let width = slot.shape[slot.shape.len() - 1];
+    let (head, wide) = match (slot.feed, source) {
+        (Feed::Elsewhere, _) => (slot.rows.at(raw), width),
+        (Feed::Function, None) if !unread => return before.clone(),
+        (_, None) => (0, width),
+        (_, Some(source)) => (source.shape[slot.dim], source.shape[source.shape.len() - 1]),
+    };
+    let tail = match slot.policy {
+        PaddingPolicy::Zero => Some(0),
+        PaddingPolicy::FillSentinel => Some(PAD_VALUE),
+        _ => None,
+    };
+    let mut after = before.clone();
+    for index in indices(&slot.shape) {
+        let (row, place) = (index[slot.dim], offset(&index, &slot.strides));
+        if (whole || row < head) && source.is_some() && slot.feed != Feed::Elsewhere {
+            let given = &source.as_ref().unwrap().shape;
+            after[place] = if index[index.len() - 1] < wide {
+                values[index.iter().zip(given).fold(0, |place, (index, size)| place * size + index)]
+            } else {
+                PAD_VALUE
+            };
+        } else if !whole && (head..padded).contains(&row) {
+            after[place] = tail.unwrap_or(before[place]);
+        }
+    }
+    after
+}
+
+/// The bytes of a slot's buffer, with the number of times that each was written.
+struct Memory {
+    bytes: Vec<u8>,
+    writes: Vec<usize>,
+    itemsize: usize,
+}
+
+impl Memory {
+    fn new(values: &[i64], itemsize: usize) -> Self {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()[..itemsize].to_vec()).collect();
+        Self { writes: vec![0; bytes.len()], bytes, itemsize }
+    }
+
+    fn write(&mut self, element: usize, bytes: &[u8]) {
+        let start = element * self.itemsize;
+        self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
+        self.writes[start..start + bytes.len()].iter_mut().for_each(|writes| *writes += 1);
+    }
+
+    fn values(&self) -> Vec<i64> {
+        self.bytes.chunks(self.itemsize).map(signed).collect()
+    }
+}
+
+fn signed(bytes: &[u8]) -> i64 {
+    let mut wide = [if bytes[bytes.len() - 1] < 128 { 0 } else { 255 }; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    i64::from_le_bytes(wide)
+}
+
+fn elements(region: &Region) -> impl Iterator<Item = usize> + '_ {
+    indices(&region.shape).into_iter().map(|index| region.offset + offset(&index, &region.strides))
+}
+
+/// Carries out a plan on bytes. A group moves whole elements of its own type, as a device would.
+fn carry_out(plan: &FillPlan, cases: &[Case], memories: &mut [Memory]) {
+    let pad = |pad: Pad, bytes: usize| match pad {
+        Pad::Zero => 0_i64.to_le_bytes()[..bytes].to_vec(),
+        Pad::Value => PAD_VALUE.to_le_bytes()[..bytes].to_vec(),
+    };
+    for fill in &plan.fills {
+        let value = pad(fill.pad, memories[fill.slot].itemsize);
+        elements(&fill.region).for_each(|element| memories[fill.slot].write(element, &value));
+    }
+    for group in &plan.groups {
+        for tail in &group.tails {
+            assert_eq!(group.to, group.from, "padding is never cast");
+            let memory = &mut memories[tail.slot];
+            let value = pad(tail.pad, memory.itemsize);
+            for start in &tail.runs.offsets {
+                assert_eq!(start * memory.itemsize % group.to.itemsize(), 0);
+                assert_eq!(tail.runs.len * memory.itemsize % group.to.itemsize(), 0);
+                memory.write(*start, &value.repeat(tail.runs.len));
+            }
+        }
+        for head in &group.heads {
+            let (memory, source) = (&mut memories[head.slot], cases[head.slot].source.as_ref().unwrap());
+            assert!(source.contiguous && source.device == group.device);
+            assert_eq!(head.shape, source.shape);
+            let from = if group.to == group.from { memory.itemsize } else { group.from.itemsize() };
+            let given = Memory::new(&cases[head.slot].values, from).bytes;
+            for (run, bytes) in head.runs.offsets.iter().zip(given.chunks(head.runs.len * from)) {
+                assert_eq!(run * memory.itemsize % group.to.itemsize(), 0);
+                let itemsize = memory.itemsize;
+                let cast: Vec<u8> = if group.to == group.from {
+                    assert_eq!(bytes.len() % group.to.itemsize(), 0);
+                    bytes.to_vec()
+                } else {
+                    bytes.chunks(from).flat_map(|item| signed(item).to_le_bytes()[..itemsize].to_vec()).collect()
+                };
+                memory.write(*run, &cast);
+            }
+        }
+    }
+    for copy in &plan.copies {
+        let itemsize = memories[copy.slot].itemsize;
+        for (element, value) in elements(&copy.region).zip(&cases[copy.slot].values) {
+            memories[copy.slot].write(element, &value.to_le_bytes()[..itemsize]);
+        }
+    }
+}
+
+fn axis() -> impl Strategy<Value = Axis> {
+    prop_oneof![Just(Axis::Bs), Just(Axis::Tokens), Just(Axis::None)]
+}
+
+fn policy(axis: Axis) -> impl Strategy<Value = PaddingPolicy> {
+    use PaddingPolicy::{FillOnce, FillSentinel, ForeachCopy, KeepPad, Zero};
+    let rows = axis != Axis::None;
+    prop::sample::select(if rows { vec![KeepPad, FillSentinel, Zero, ForeachCopy, FillOnce] } else { vec![KeepPad] })
+}
+
+fn dtype() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(vec!["int8", "int16", "int32", "int64"])
+}
+
+/// Strides of a shape whose dimensions lie in any order, with gaps.
+fn strides(shape: Vec<usize>) -> impl Strategy<Value = Vec<usize>> {
+    let rank = shape.len();
+    (Just((0..rank).collect::<Vec<_>>()).prop_shuffle(), prop::collection::vec(0_usize..2, rank), any::<bool>())
+        .prop_map(move |(order, gaps, plain)| {
+            let mut strides = vec![0; rank];
+            let mut step = 1;
+            for position in (0..rank).rev() {
+                let dim = if plain { position } else { order[position] };
+                strides[dim] = step;
+                step *= shape[dim] + if plain { 0 } else { gaps[position] };
+            }
+            strides
+        })
+}
+
+fn slots() -> impl Strategy<Value = SlotLayout> {
+    let rows = prop_oneof![
+        4 => Just(Rows::EACH),
+        1 => Just(Rows { base: 1, step: 1, unit: 1 }),
+        1 => Just(Rows { base: 0, step: 1, unit: 2 }),
+        1 => Just(Rows { base: 0, step: 3, unit: 2 }),
+    ];
+    (axis(), rows, prop::collection::vec(1_usize..4, 0..3), 0_usize..3, 0_usize..2).prop_flat_map(
+        |(axis, rows, mut shape, dim, spare)| {
+            let dim = dim.min(shape.len());
+            let along = if axis == Axis::None { 3 } else { rows.at(capacity(axis)) + spare };
+            shape.insert(dim, along);
+            let trailing = axis == Axis::None || dim + 1 < shape.len();
+            let feed = prop::sample::select(vec![Feed::Field, Feed::Field, Feed::Function, Feed::Elsewhere]);
+            (strides(shape.clone()), policy(axis), dtype(), feed, any::<bool>(), any::<bool>()).prop_map(
+                move |(strides, policy, dtype, feed, prefix, host)| {
+                    SlotLayout {
+                        name: "slot".to_owned(),
+                        axis,
+                        policy,
+                        dtype: DType::parse(dtype).unwrap(),
+                        shape: shape.clone(),
+                        strides,
+                        dim,
+                        rows,
+                        capacity: capacity(axis),
+                        feed,
+                        device: if host { "cpu" } else { "cuda:0" }.to_owned(),
+                        source_device: SourceDevice::Any,
+                        required: false,
+                        allow_narrowing: true,
+                        prefix: prefix && trailing,
+                    }
+                    .checked()
+                    .unwrap()
+                },
+            )
+        },
+    )
+}
+
+fn cases(sizes: [usize; 4]) -> impl Strategy<Value = Case> {
+    let source = (any::<bool>(), dtype(), any::<bool>(), any::<bool>(), any::<usize>(), any::<usize>());
+    (slots(), source).prop_flat_map(move |(slot, (present, cast, strided, away, rows, width))| {
+        let (raw, padded) = if slot.axis == Axis::Bs { (sizes[0], sizes[1]) } else { (sizes[2], sizes[3]) };
+        let mut shape = slot.shape.clone();
+        if slot.axis != Axis::None {
+            let padded = slot.rows.at(padded);
+            shape[slot.dim] = if slot.feed == Feed::Function { rows % (padded + 1) } else { slot.rows.at(raw) };
+        }
+        if slot.prefix {
+            let last = shape.len() - 1;
+            shape[last] = width % (shape[last] + 1);
+        }
+        let other = if slot.device == "cpu" { "cuda:0" } else { "cpu" };
+        let source = (present && slot.feed != Feed::Elsewhere).then(|| Source {
+            dtype: if width % 3 == 0 { cast } else { slot.dtype.name() }.to_owned(),
+            shape: shape.clone(),
+            device: if away && rows % 3 == 0 { other.to_owned() } else { slot.device.clone() },
+            contiguous: !(strided && rows % 4 == 0),
+        });
+        let span = 1 + slot.shape.iter().zip(&slot.strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>();
+        let item = prop::collection::vec(-100_i64..100, span);
+        (Just(slot), item, prop::collection::vec(-100_i64..100, shape.iter().product::<usize>()))
+            .prop_map(move |(slot, before, values)| Case { slot, before, source: source.clone(), values })
+    })
+}
+
+fn steps() -> impl Strategy<Value = ([usize; 4], Vec<Case>)> {
+    let axis = |max: usize| (0..=max / 2, any::<usize>()).prop_map(|(half, raw)| (raw % (2 * half + 1), 2 * half));
+    (axis(MAX_BS), axis(MAX_TOKENS)).prop_flat_map(|((raw_bs, padded_bs), (raw_tokens, padded_tokens))| {
+        let sizes = [raw_bs, padded_bs, raw_tokens, padded_tokens];
+        (Just(sizes), prop::collection::vec(cases(sizes), 1..6))
+    })
+}
+
+fn checked(sizes: [usize; 4]) -> Sizes {
+    let [raw_bs, padded_bs, raw_tokens, padded_tokens] = sizes.map(|size| i64::try_from(size).unwrap());
+    Sizes::checked(raw_bs, padded_bs, raw_tokens, padded_tokens).unwrap()
+}
+
+fn plan(sizes: [usize; 4], cases: &[Case], unread: bool) -> Result<FillPlan, SlotFault> {
+    let planner = Planner::new(cases.iter().map(|case| case.slot.clone()).collect(), MAX_BS, MAX_TOKENS);
+    planner.plan(&checked(sizes), &cases.iter().map(|case| case.source.clone()).collect::<Vec<_>>(), unread)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn a_plan_leaves_what_the_policies_say((sizes, cases) in steps(), unread: bool) {
+        let plan = plan(sizes, &cases, unread).unwrap();
+        let mut memories: Vec<_> =
+            cases.iter().map(|case| Memory::new(&case.before, case.slot.dtype.itemsize())).collect();
+        carry_out(&plan, &cases, &mut memories);
+        for (case, memory) in cases.iter().zip(&memories) {
+            prop_assert_eq!(memory.values(), specified(case, sizes, unread), "{:?}", case.slot);
+        }
+        // Only a padded row that is copied into afterwards is written twice, and that copy comes last.
+        for (index, memory) in memories.iter().enumerate() {
+            let twice = plan.copies.iter().any(|copy| copy.slot == index) && cases[index].slot.prefix;
+            let most = if twice { 2 } else { 1 };
+            prop_assert!(memory.writes.iter().all(|writes| *writes <= most));
+        }
+    }
+
+    #[test]
+    fn small_contiguous_work_takes_one_call_for_each_device_and_each_pair_of_types(
+        (sizes, mut cases) in steps(), narrow: bool,
+    ) {
+        for case in &mut cases {
+            if let Some(source) = &mut case.source {
+                if case.slot.prefix {
+                    let last = source.shape.len() - 1;
+                    source.shape[last] = case.slot.shape[last];
+                }
+                source.dtype = if narrow { "int16" } else { case.slot.dtype.name() }.to_owned();
+                source.device.clone_from(&case.slot.device);
+                source.contiguous = true;
+            }
+        }
+        let plan = plan(sizes, &cases, false).unwrap();
+        let scattered = plan.fills.iter().map(|fill| &fill.region).chain(plan.copies.iter().map(|copy| &copy.region));
+        for region in scattered {
+            prop_assert!(region.run_count() > MAX_RUNS, "{region:?} has no reason to be alone");
+        }
+        let mut kinds: Vec<_> = plan.groups.iter().map(|group| {
+            (group.device.clone(), (group.to != group.from).then(|| (group.to.name(), group.from.name())))
+        }).collect();
+        let calls = kinds.len();
+        kinds.sort();
+        kinds.dedup();
+        prop_assert_eq!(calls, kinds.len(), "one group for each device, and one for each pair of types");
+    }
+}
+
+fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim];
+    }
+    SlotLayout {
+        name: name.to_owned(),
+        axis: Axis::Tokens,
+        policy: PaddingPolicy::Zero,
+        dtype: DType::parse(dtype).unwrap(),
+        shape: shape.to_vec(),
+        strides,
+        dim: shape.len().saturating_sub(1),
+        rows: Rows::EACH,
+        capacity: MAX_TOKENS,
+        feed: Feed::Field,
+        device: "cuda:0".to_owned(),
+        source_device: SourceDevice::Own,
+        required: false,
+        allow_narrowing: false,
+        prefix: false,
+    }
+}
+
+fn source(dtype: &str, shape: &[usize]) -> Source {
+    Source { dtype: dtype.to_owned(), shape: shape.to_vec(), device: "cuda:0".to_owned(), contiguous: true }
+}
+
+fn planned(slots: Vec<SlotLayout>, sizes: [usize; 4], sources: &[Source]) -> Result<FillPlan, SlotFault> {
+    let sources: Vec<_> = sources.iter().cloned().map(Some).collect();
+    Planner::new(slots, MAX_BS, 1 << 20).plan(&checked(sizes), &sources, false)
+}
+
+#[test]
+fn a_decode_step_is_one_call_in_the_widest_type_that_its_slots_share() {
+    let slots =
+        vec![slot("input_ids", "int64", &[24]), slot("positions", "int64", &[24]), slot("mrope", "int64", &[3, 24])];
+    let sources = [source("int64", &[5]), source("int64", &[5]), source("int64", &[3, 5])];
+    let plan = planned(slots.clone(), [0, 0, 5, 8], &sources).unwrap();
+    assert_eq!((plan.calls(), plan.groups[0].to.name()), (1, "int64"));
+    assert_eq!(plan.groups[0].heads[2].runs.offsets, [0, 24, 48], "each plane is a run");
+    assert_eq!(plan.groups[0].tails[2].runs.offsets, [5, 29, 53]);
+
+    let narrower = [slots, vec![slot("cache_loc", "int32", &[24])]].concat();
+    let sources = [sources.to_vec(), vec![source("int32", &[5])]].concat();
+    let plan = planned(narrower, [0, 0, 5, 8], &sources).unwrap();
+    assert_eq!((plan.calls(), plan.groups[0].to.name()), (1, "int32"));
+}
+
+#[test]
+fn a_full_buffer_is_one_run_whatever_its_planes() {
+    let plan = planned(vec![slot("mrope", "int64", &[3, 24])], [0, 0, 24, 24], &[source("int64", &[3, 24])]).unwrap();
+    assert_eq!(plan.groups[0].heads[0].runs.offsets, [0]);
+    assert!(plan.groups[0].tails.is_empty());
+}
+
+#[test]
+fn each_pair_of_types_to_cast_between_is_one_more_call() {
+    let slots: Vec<_> = ["a", "b", "c", "d"].iter().map(|name| slot(name, "int64", &[24])).collect();
+    let sources = [source("int64", &[5]), source("int32", &[5]), source("int16", &[5]), source("int32", &[5])];
+    let plan = planned(slots, [0, 0, 5, 8], &sources).unwrap();
+    let pairs: Vec<_> =
+        plan.groups.iter().map(|group| (group.from.name(), group.heads.len(), group.tails.len())).collect();
+    assert_eq!(pairs, [("int64", 1, 4), ("int32", 2, 0), ("int16", 1, 0)]);
+}
+
+#[test]
+fn a_type_that_grouped_copies_may_not_know_is_moved_as_integers_and_cast_alone() {
+    let slots = vec![slot("scales", "float8_e4m3fn", &[24]), slot("wide", "float32", &[24])];
+    let sources = [source("float8_e4m3fn", &[5]), source("float8_e4m3fn", &[5])];
+    let plan = planned(slots, [0, 0, 5, 5], &sources).unwrap();
+    assert_eq!((plan.groups.len(), plan.groups[0].to.name()), (1, "uint8"));
+    assert_eq!(plan.copies.iter().map(|copy| copy.slot).collect::<Vec<_>>(), [1]);
+}
+
+#[test]
+fn large_heads_and_tails_leave_the_group() {
+    let mut rows = slot("input_embeds", "uint8", &[64, 1 << 18]);
+    (rows.dim, rows.capacity) = (0, 64);
+    let alone = LARGE_COPY_BYTES / (1 << 18);
+    let plan = planned(vec![rows.clone()], [0, 0, alone, 64], &[source("uint8", &[alone, 1 << 18])]).unwrap();
+    assert_eq!((plan.fills.len(), plan.groups.len(), plan.copies.len()), (1, 0, 1));
+    let plan = planned(vec![rows], [0, 0, alone - 1, alone - 1], &[source("uint8", &[alone - 1, 1 << 18])]).unwrap();
+    assert_eq!((plan.fills.len(), plan.groups.len(), plan.copies.len()), (0, 1, 0));
+    let mut tail = slot("positions", "uint8", &[LARGE_PAD_BYTES]);
+    tail.capacity = LARGE_PAD_BYTES;
+    let plan = planned(vec![tail], [0, 0, 1, LARGE_PAD_BYTES], &[source("uint8", &[1])]).unwrap();
+    assert_eq!((plan.fills.len(), plan.groups[0].tails.len()), (0, 1), "one byte short of a fill of its own");
+}
+
+#[test]
+fn nothing_to_do_is_no_call() {
+    let mut kept = slot("kept", "int64", &[24]);
+    kept.policy = PaddingPolicy::KeepPad;
+    assert_eq!(planned(vec![kept.clone()], [0, 0, 0, 8], &[]).unwrap().calls(), 0);
+    assert_eq!(planned(vec![kept], [0, 0, 0, 8], &[source("int64", &[0])]).unwrap().calls(), 0);
+    assert_eq!(planned(vec![slot("a", "int64", &[24])], [0, 0, 0, 0], &[]).unwrap().calls(), 0);
+}
+
+#[test]
+fn a_required_field_may_be_missing_from_an_idle_step_only() {
+    let mut needed = slot("input_ids", "int64", &[24]);
+    needed.required = true;
+    assert_eq!(planned(vec![needed.clone()], [0, 0, 0, 8], &[]).unwrap().calls(), 1);
+    insta::assert_snapshot!(
+        told(&planned(vec![needed], [0, 0, 1, 8], &[])),
+        @"slot `input_ids`: the batch lacks this required field [field-missing]"
+    );
+}
+
+fn told<T: std::fmt::Debug>(result: &Result<T, SlotFault>) -> String {
+    let fault = result.as_ref().unwrap_err();
+    let hint = fault.hint.as_ref().map(|hint| format!("; hint: {hint}")).unwrap_or_default();
+    format!("{fault} [{}]{hint}", fault.code)
+}
+
+fn refused(slot: SlotLayout, source: Source) -> String {
+    told(&planned(vec![slot], [2, 4, 5, 8], &[source]))
+}
+
+#[test]
+fn every_refusal_names_slot_and_both_sides() {
+    let plain = || slot("positions", "int64", &[24]);
+    let planes = || slot("mrope", "int64", &[3, 24]);
+    let prefix = || SlotLayout { dim: 0, prefix: true, ..slot("pages", "int32", &[24, 6]) };
+    let given = || SlotLayout { feed: Feed::Function, ..plain() };
+    let quarter = || SlotLayout { rows: Rows { base: 0, step: 1, unit: 3 }, ..plain() };
+    let on_host = Source { device: "cpu".to_owned(), ..source("int64", &[5]) };
+    insta::assert_snapshot!(refused(plain(), source("int64", &[3])), @"slot `positions`: the source has 3 rows, the batch 5 [wrong-rows]");
+    insta::assert_snapshot!(refused(plain(), source("int64", &[1])), @"slot `positions`: the source has 1 row, the batch 5 [wrong-rows]");
+    insta::assert_snapshot!(refused(plain(), source("int64", &[5, 1])), @"slot `positions`: the source has shape [5, 1], expected [5] [wrong-shape]");
+    insta::assert_snapshot!(refused(planes(), source("int64", &[5])), @"slot `mrope`: the source has shape [5], expected [3, 5] [wrong-shape]");
+    insta::assert_snapshot!(refused(planes(), source("int64", &[1, 5])), @"slot `mrope`: the source has shape [1, 5], expected [3, 5] [wrong-shape]");
+    insta::assert_snapshot!(refused(planes(), source("int64", &[3, 4])), @"slot `mrope`: the source has 4 rows, the batch 5 [wrong-rows]");
+    insta::assert_snapshot!(refused(prefix(), source("int32", &[5, 7])), @"slot `pages`: the source is 7 wide, the slot 6 [too-wide]");
+    insta::assert_snapshot!(refused(prefix(), source("int32", &[4, 2])), @"slot `pages`: the source has 4 rows, the batch 5 [wrong-rows]");
+    insta::assert_snapshot!(refused(given(), source("int64", &[9])), @"slot `positions`: the source has 9 rows, the bucket 8 [too-many-rows]");
+    insta::assert_snapshot!(refused(plain(), on_host), @r#"slot `positions`: the source is on `cpu`, expected `cuda:0` [wrong-device]; hint: move the source, or say where it may be with `source_device="cpu"` or `"any"`"#);
+    insta::assert_snapshot!(refused(plain(), source("float32", &[5])), @"slot `positions`: a cast from `float32` to `int64` can change values [narrowing-cast]; hint: declare the slot as `float32`, or accept the loss with `allow_narrowing=True`");
+    insta::assert_snapshot!(refused(plain(), source("complex64", &[5])), @"slot `positions`: `complex64` is no slot dtype [unsupported-dtype]");
+    insta::assert_snapshot!(refused(quarter(), source("int64", &[1])), @"slot `positions`: a bucket of 8 is not a multiple of 3 [bucket-not-divisible]; hint: use 6 or 9");
+}
+
+#[test]
+fn sizes_that_are_no_step_are_refused() {
+    insta::assert_snapshot!(told(&Sizes::checked(-1, 4, 0, 0)), @"`raw_bs`: -1 is negative [negative-size]");
+    insta::assert_snapshot!(told(&Sizes::checked(0, 0, 5, 4)), @"`raw_num_tokens`: 5 is more than `padded_num_tokens`, which is 4 [raw-above-padded]; hint: pad to a bucket that holds the live size");
+    insta::assert_snapshot!(told(&planned(vec![], [0, 13, 0, 0], &[])), @"`padded_bs`: 13 is more than the 12 that the buffers hold [above-capacity]");
+}
