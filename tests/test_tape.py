@@ -105,7 +105,7 @@ def test_a_smaller_capture_takes_no_memory_beside_a_larger_one() -> None:
     graphs = {}
     for rows in (64, 32, 7, 1):
         graph, output = capture(forward(rows), pool)
-        graphs[rows] = graph, ADAPTER.weak_output(output, pool)
+        graphs[rows] = graph, ADAPTER.weak_outputs([output], pool)[0]
         del output
         if rows == 64:
             reserved = pool.handle.reserved_bytes

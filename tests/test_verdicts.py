@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verdicts import ALLOWED, CONSTRUCTS, RANDOM, Construct, Setting
 
 import devicegraph
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.devices.tape_rules import REFUSALS
+from verdicts import ALLOWED, CONSTRUCTS, RANDOM, Construct, Setting
 
 ADAPTER = get_device_adapter("cpu")
 

@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 __all__ = [
     "ALLOWED_BACKENDS_PER_PHASE",
+    "LARGE_PAD_BYTES",
     "Arena",
     "Buckets",
     "ConfigIssue",
@@ -16,7 +17,6 @@ __all__ = [
     "DroppedBucket",
     "FillPlan",
     "FillPlanner",
-    "LARGE_PAD_BYTES",
     "PhaseConfig",
     "PoolLedger",
     "SlotLayout",
@@ -424,6 +424,7 @@ def prefill_buckets(
     Raises:
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
     """
+
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""
 

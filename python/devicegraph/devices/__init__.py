@@ -18,7 +18,7 @@ import torch
 from devicegraph.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = ["Availability", "CaptureErrorMode", "DeviceAdapter", "DeviceGraph", "DeviceMemory", "get_device_adapter"]
@@ -161,11 +161,11 @@ class DeviceAdapter(ABC):
         """
 
     @abstractmethod
-    def weak_output(self, tensor: torch.Tensor, pool: GraphMemoryPool) -> torch.Tensor:
-        """The same view of the same memory that does not keep it: later captures in the pool may place tensors there.
+    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
+        """The same views of the same memory that do not keep it: later captures in the pool may place tensors there.
 
-        The pool's memory itself stays mapped as long as one of its graphs lives. A tensor outside the pool is returned as
-        it is.
+        The pool's memory itself stays mapped as long as one of its graphs lives. Tensors outside the pool, such as a slot
+        that the forward returns, come back as they are.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -19,7 +19,7 @@ from devicegraph.devices.tape_memory import TapeMemory
 from devicegraph.devices.tape_rules import HostMemory, HostReads, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class _Capture:
@@ -223,10 +223,10 @@ class CpuDevice(DeviceAdapter):
                 _captures.remove(capture)
         graph.keep(recorder.tape, pool)
 
-    def weak_output(self, tensor: torch.Tensor, pool: GraphMemoryPool) -> torch.Tensor:
-        """See `DeviceAdapter.weak_output`."""
+    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
+        """See `DeviceAdapter.weak_outputs`."""
         memory: TapeMemory = pool.handle
-        return memory.alias(tensor) if memory.owns(tensor) else tensor
+        return [memory.alias(tensor) if memory.owns(tensor) else tensor for tensor in tensors]
 
     def stream(self) -> TapeStream:
         """A new stream."""

@@ -12,7 +12,7 @@ from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, D
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class CudaGraph:
@@ -48,7 +48,9 @@ class CudaDevice(DeviceAdapter):
     def availability(cls) -> Availability:
         """Whether torch was built for CUDA or HIP and finds a device."""
         if torch.version.cuda is None and torch.version.hip is None:
-            return Availability(False, "this torch was built without CUDA and HIP", "install a torch built for your GPU")
+            return Availability(
+                False, "this torch was built without CUDA and HIP", "install a torch built for your GPU"
+            )
         if not torch.cuda.is_available():
             return Availability(False, "torch finds no GPU or no driver", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
         return Availability(True)
@@ -64,7 +66,12 @@ class CudaDevice(DeviceAdapter):
 
     @contextmanager
     def capture(
-        self, graph: CudaGraph, *, pool: GraphMemoryPool, stream: torch.cuda.Stream, capture_error_mode: CaptureErrorMode
+        self,
+        graph: CudaGraph,
+        *,
+        pool: GraphMemoryPool,
+        stream: torch.cuda.Stream,
+        capture_error_mode: CaptureErrorMode,
     ) -> Iterator[None]:
         """Records the block; see `DeviceAdapter.capture`.
 
@@ -113,25 +120,14 @@ class CudaDevice(DeviceAdapter):
             torch._C._cuda_releasePool(self.device.index, handle)
             pool.renew()
 
-    def weak_output(self, tensor: torch.Tensor, pool: GraphMemoryPool) -> torch.Tensor:
-        """See `DeviceAdapter.weak_output`."""
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if not tensor.is_cuda or not any(
-            segment["address"] <= address < segment["address"] + segment["total_size"]
+    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
+        """See `DeviceAdapter.weak_outputs`."""
+        spans = [
+            (segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot()
             if tuple(segment["segment_pool_id"]) == pool.handle
-        ):
-            return tensor
-        metadata = {
-            "size": tensor.shape,
-            "stride": tensor.stride(),
-            "storage_offset": tensor.storage_offset(),
-            "dtype": tensor.dtype,
-            "device": tensor.device,
-        }
-        weak = torch._C._construct_storage_from_data_pointer(address, tensor.device, storage.nbytes())
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)  # type: ignore[no-any-return]
+        ]
+        return [_weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
 
     def stream(self) -> torch.cuda.Stream:
         """A stream of torch's pool."""
@@ -175,3 +171,17 @@ class CudaDevice(DeviceAdapter):
         """Gives cached blocks back to the driver, so that a graph's pool can have them."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
+
+
+def _weak(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    metadata = {
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+    }
+    # ADDRESS: the memory is the pool's, and the pool lives as long as the graph that writes it.
+    weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)  # type: ignore[no-any-return]

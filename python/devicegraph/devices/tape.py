@@ -145,7 +145,9 @@ class Recorder(TorchDispatchMode):
             else:
                 outputs.append(tree_map_only(torch.Tensor, lambda fake: self._output(func, fake, sources, made), value))
         self.tape.append(
-            _Call(func, *tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs)), outputs=tuple(made), waits=False)
+            _Call(
+                func, *tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs)), outputs=tuple(made), waits=False
+            )
         )
         if not func._schema.returns:
             return None
