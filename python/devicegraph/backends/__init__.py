@@ -2,8 +2,8 @@
 
 A backend knows shape keys, captured graphs and outputs; it knows nothing of batches, buckets or padding, which are the
 runner's. The backends of this package are in the table below; others come through the entry point group
-`devicegraph.backends`, under names `<device>:<backend>` with the configuration's word for the backend, and their values are
-`BaseCudaGraphBackend` classes.
+`devicegraph.backends`, under names `<device>:<backend>` with the configuration's word for the backend, and their values
+are `BaseCudaGraphBackend` classes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class BaseCudaGraphBackend(ABC):
             post_warmup_hook: called after every warm-up, never inside the capture.
 
         Returns:
-            The output of `forward_fn`, whose tensors lie in the graph memory pool and are overwritten by each replay there.
+            The output of `forward_fn`, whose tensors lie in the graph memory pool and are overwritten by each replay
+            there.
 
         Raises:
             CaptureError: with the phase, the key, and the cause chained. There is no graph for the key then, and
@@ -181,8 +182,8 @@ def _one_line(error: Exception) -> str:
 
 def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> CaptureError:
     """The error for a capture that failed because of `cause`, to be raised from it."""
-    # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the error.
-    # What they show of the source stays.
+    # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the
+    # error. What they show of the source stays.
     seen: BaseException | None = cause
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -206,8 +207,8 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
     """The class of a backend on a device.
 
     Raises:
-        BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an entry
-            point cannot be loaded.
+        BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an
+            entry point cannot be loaded.
     """
     name = f"{device_type}:{backend}"
     if name in _BACKENDS:
@@ -238,6 +239,7 @@ def resolve_decode_backend(runner: BaseCudaGraphRunner) -> BaseCudaGraphBackend 
         BackendError: see `backend_class`.
     """
     word = runner.config.decode.backend
+    assert word is not None  # a configuration names one for every phase
     if word == "disabled":
         return None
     return backend_class(runner.adapter.type, word)(
