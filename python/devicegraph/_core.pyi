@@ -12,6 +12,7 @@ __all__ = [
     "PoolLedger",
     "SlotLayout",
     "__version__",
+    "is_slot_dtype",
 ]
 
 __version__: Final[str]
@@ -60,6 +61,9 @@ class Arena:
 
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""
+
+def is_slot_dtype(name: str, /) -> bool:
+    """Whether a slot can have elements of that dtype: torch's name, or an alias, with or without `torch.`."""
 
 @final
 class SlotLayout:

@@ -14,7 +14,7 @@ mod _core {
     #[pymodule_export]
     use super::arena::Arena;
     #[pymodule_export]
-    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout};
+    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout, is_slot_dtype};
     #[pymodule_export]
     use super::pool::PoolLedger;
 
