@@ -3,8 +3,9 @@
 //! This crate knows nothing of torch or of any device. It answers questions about plain values, and the Python package
 //! carries the answers out on tensors:
 //!
-//! - `config`: which capture backend each phase uses, checked so that every problem is reported at once;
-//! - `buckets`: the sizes worth capturing, and which of them a live size is padded to;
+//! - [`document`]: what somebody wrote, as one tree for JSON, TOML and Python objects;
+//! - [`config`]: which capture backend each phase uses, checked so that every problem is reported at once;
+//! - [`buckets`]: the sizes worth capturing, and which of them a live size is padded to;
 //! - [`dtype`], [`slot`] and [`plan`]: what filling a set of static input buffers must copy and write, in the fewest calls;
 //! - [`pool`]: which input buffers are one memory, and who shares it;
 //! - [`arena`]: where the blocks of recorded tapes live, so that all of them together take the least memory.
@@ -12,6 +13,9 @@
 //! Only `python` names pyo3, behind the feature of that name: `cargo test` needs no interpreter.
 
 pub mod arena;
+pub mod buckets;
+pub mod config;
+pub mod document;
 pub mod dtype;
 pub mod error;
 pub mod plan;

@@ -20,6 +20,16 @@ def test_importing_the_package_loads_no_torch() -> None:
     assert _run("import sys, devicegraph; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_errors_load_neither_the_core_nor_anything_else_of_the_package() -> None:
+    code = "import sys, devicegraph.errors; print(sorted(m for m in sys.modules if m.startswith('devicegraph')))"
+    assert _run(code).strip() == "['devicegraph', 'devicegraph.errors']"
+
+
+def test_reading_a_configuration_and_its_buckets_loads_no_torch() -> None:
+    code = "import sys, devicegraph as dg; dg.decode_buckets(dg.CudaGraphConfig.from_json('{}').decode.max_bs, limit=8)"
+    assert _run(f"{code}; print('torch' in sys.modules)").strip() == "False"
+
+
 def test_every_public_name_can_be_imported_from_the_package() -> None:
     for name in devicegraph.__all__:
         assert getattr(devicegraph, name) is not None, name

@@ -11,6 +11,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from devicegraph._core import __version__ as __version__
+    from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
+    from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
+    from devicegraph.buckets import Buckets as Buckets
+    from devicegraph.buckets import DroppedBucket as DroppedBucket
+    from devicegraph.buckets import decode_buckets as decode_buckets
+    from devicegraph.buckets import prefill_buckets as prefill_buckets
+    from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE as ALLOWED_BACKENDS_PER_PHASE
+    from devicegraph.config import Backend as Backend
+    from devicegraph.config import ConfigIssue as ConfigIssue
+    from devicegraph.config import CudaGraphConfig as CudaGraphConfig
+    from devicegraph.config import Phase as Phase
+    from devicegraph.config import PhaseConfig as PhaseConfig
+    from devicegraph.config import check_cuda_graph_backend as check_cuda_graph_backend
+    from devicegraph.config import default_cuda_graph_config as default_cuda_graph_config
+    from devicegraph.config import parse_cuda_graph_config_arg as parse_cuda_graph_config_arg
+    from devicegraph.config import set_active_config as set_active_config
+    from devicegraph.devices import Availability as Availability
+    from devicegraph.devices import DeviceAdapter as DeviceAdapter
+    from devicegraph.devices import DeviceMemory as DeviceMemory
+    from devicegraph.devices import GraphMemoryPool as GraphMemoryPool
+    from devicegraph.devices import get_device_adapter as get_device_adapter
+    from devicegraph.engine import Limits as Limits
+    from devicegraph.engine import ModelRunner as ModelRunner
+    from devicegraph.engine import StaticBatch as StaticBatch
     from devicegraph.errors import BackendError as BackendError
     from devicegraph.errors import CaptureError as CaptureError
     from devicegraph.errors import ConfigError as ConfigError
@@ -21,12 +45,30 @@ if TYPE_CHECKING:
     from devicegraph.layouts import build_decode_registry as build_decode_registry
     from devicegraph.layouts import build_eager_registry as build_eager_registry
     from devicegraph.layouts import build_prefill_registry as build_prefill_registry
+    from devicegraph.metrics import StepMetrics as StepMetrics
+    from devicegraph.outputs import RowAxis as RowAxis
+    from devicegraph.parallel import Proposal as Proposal
+    from devicegraph.parallel import agree as agree
     from devicegraph.pool import ForwardInputBuffers as ForwardInputBuffers
     from devicegraph.pool import InputBufferPool as InputBufferPool
     from devicegraph.pool import input_buffer_pool as input_buffer_pool
     from devicegraph.pool import share_input_buffer as share_input_buffer
     from devicegraph.registry import CudaGraphBufferRegistry as CudaGraphBufferRegistry
     from devicegraph.registry import reset_index_buffers as reset_index_buffers
+    from devicegraph.report import CapturedBucket as CapturedBucket
+    from devicegraph.report import CaptureReport as CaptureReport
+    from devicegraph.report import DroppedCapture as DroppedCapture
+    from devicegraph.runners.base import BaseCudaGraphRunner as BaseCudaGraphRunner
+    from devicegraph.runners.capture_mode import compile_in_capture_mode as compile_in_capture_mode
+    from devicegraph.runners.capture_mode import freeze_gc as freeze_gc
+    from devicegraph.runners.capture_mode import get_is_capture_mode as get_is_capture_mode
+    from devicegraph.runners.capture_mode import model_capture_mode as model_capture_mode
+    from devicegraph.runners.decision import DECISION_CODES as DECISION_CODES
+    from devicegraph.runners.decision import Decision as Decision
+    from devicegraph.runners.decode import DecodeCudaGraphRunner as DecodeCudaGraphRunner
+    from devicegraph.runners.decode import get_batch_sizes_to_capture as get_batch_sizes_to_capture
+    from devicegraph.runners.progress import CaptureProgress as CaptureProgress
+    from devicegraph.runners.shape_key import ShapeKey as ShapeKey
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
@@ -34,12 +76,97 @@ if TYPE_CHECKING:
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
     "_core": ("__version__",),
-    "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
+    "backends": (
+        "BaseCudaGraphBackend",
+        "resolve_decode_backend",
+    ),
+    "buckets": (
+        "Buckets",
+        "DroppedBucket",
+        "decode_buckets",
+        "prefill_buckets",
+    ),
+    "config": (
+        "ALLOWED_BACKENDS_PER_PHASE",
+        "Backend",
+        "ConfigIssue",
+        "CudaGraphConfig",
+        "Phase",
+        "PhaseConfig",
+        "check_cuda_graph_backend",
+        "default_cuda_graph_config",
+        "parse_cuda_graph_config_arg",
+        "set_active_config",
+    ),
+    "devices": (
+        "Availability",
+        "DeviceAdapter",
+        "DeviceMemory",
+        "GraphMemoryPool",
+        "get_device_adapter",
+    ),
+    "engine": (
+        "Limits",
+        "ModelRunner",
+        "StaticBatch",
+    ),
+    "errors": (
+        "BackendError",
+        "CaptureError",
+        "ConfigError",
+        "DeviceGraphError",
+        "ReplayError",
+        "SlotError",
+    ),
     "fill": ("grouped_foreach_copy_",),
-    "layouts": ("build_decode_registry", "build_eager_registry", "build_prefill_registry"),
-    "pool": ("ForwardInputBuffers", "InputBufferPool", "input_buffer_pool", "share_input_buffer"),
-    "registry": ("CudaGraphBufferRegistry", "reset_index_buffers"),
-    "slots": ("FillContext", "GraphSlot", "PaddingPolicy"),
+    "layouts": (
+        "build_decode_registry",
+        "build_eager_registry",
+        "build_prefill_registry",
+    ),
+    "metrics": ("StepMetrics",),
+    "outputs": ("RowAxis",),
+    "parallel": (
+        "Proposal",
+        "agree",
+    ),
+    "pool": (
+        "ForwardInputBuffers",
+        "InputBufferPool",
+        "input_buffer_pool",
+        "share_input_buffer",
+    ),
+    "registry": (
+        "CudaGraphBufferRegistry",
+        "reset_index_buffers",
+    ),
+    "report": (
+        "CaptureReport",
+        "CapturedBucket",
+        "DroppedCapture",
+    ),
+    "runners.base": ("BaseCudaGraphRunner",),
+    "runners.capture_mode": (
+        "compile_in_capture_mode",
+        "freeze_gc",
+        "get_is_capture_mode",
+        "model_capture_mode",
+    ),
+    "runners.decision": (
+        "DECISION_CODES",
+        "Decision",
+    ),
+    "runners.decode": (
+        "DecodeCudaGraphRunner",
+        "get_batch_sizes_to_capture",
+    ),
+    "runners.progress": ("CaptureProgress",),
+    "runners.shape_key": ("ShapeKey",),
+    "slots": (
+        "FillContext",
+        "GraphSlot",
+        "PaddingPolicy",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

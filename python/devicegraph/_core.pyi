@@ -1,21 +1,35 @@
 """The Rust core: configuration rules, buckets, planning and memory layout. Torch-free."""
 
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Final, final
+
+from typing_extensions import Self
 
 __all__ = [
+    "ALLOWED_BACKENDS_PER_PHASE",
     "LARGE_PAD_BYTES",
     "Arena",
+    "Buckets",
+    "ConfigIssue",
     "CopyGroup",
+    "CudaGraphConfig",
+    "DroppedBucket",
     "FillPlan",
     "FillPlanner",
+    "PhaseConfig",
     "PoolLedger",
     "SlotLayout",
     "__version__",
+    "decode_buckets",
     "is_slot_dtype",
+    "prefill_buckets",
 ]
 
 __version__: Final[str]
+
+ALLOWED_BACKENDS_PER_PHASE: Final[Mapping[str, tuple[str, ...]]]
+"""The backends that each phase can have, by phase; the table that the validator uses, read-only."""
 
 @final
 class Arena:
@@ -58,6 +72,359 @@ class Arena:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that blocks reserved at once; no layout could do with less."""
+
+@final
+class ConfigIssue:
+    """One thing wrong with a configuration, or without effect in it.
+
+    Frozen, picklable, and equal where all of it is equal. `str()` gives `path: message [code]`, and the hint on a line
+    of its own. They stand in `ConfigError.issues` and in `CudaGraphConfig.warnings`.
+    """
+
+    def __new__(
+        cls, path: str, value: object, allowed: str | None, code: str, message: str, hint: str | None
+    ) -> Self: ...
+    @property
+    def path(self) -> str:
+        """The key, such as `decode.bs[2]`; empty where it is the document as a whole."""
+
+    @property
+    def value(self) -> Any:
+        """What stands there, as plain data; an object that no document can hold is its `repr`."""
+
+    @property
+    def allowed(self) -> str | None:
+        """What would have been allowed, in words, where that can be said in a few."""
+
+    @property
+    def code(self) -> str:
+        """The stable kebab-case word to branch on.
+
+        Errors: `json-syntax`, `toml-syntax`, `not-utf8`, `unknown-file-type`, `wrong-type`, `out-of-range`,
+        `empty-list`, `unknown-backend`, `backend-not-allowed`, `unknown-compiler`, `unknown-key`, `unknown-phase`,
+        `repeated-key`, `sizes-disagree`, `no-maximum`. Warnings: `compiler-unused`.
+        """
+
+    @property
+    def message(self) -> str:
+        """What is wrong, without path, code and hint. Reworded at will."""
+
+    @property
+    def hint(self) -> str | None:
+        """What to do about it, or None."""
+
+    def __getnewargs__(self) -> tuple[str, Any, str | None, str, str, str | None]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class PhaseConfig:
+    """How one phase is captured: frozen, hashable, picklable, and equal where the same values hold.
+
+    Every argument may be None, which is "not given". One that is given is *explicit*, even where it equals the default.
+    """
+
+    def __new__(
+        cls,
+        backend: str | None = None,
+        max_bs: int | None = None,
+        bs: Sequence[int] | None = None,
+        tc_compiler: str | None = "eager",
+    ) -> Self:
+        """Checks the settings of one phase.
+
+        Args:
+            backend: one of `Backend.ALL`; without one the phase's default, once it is known which phase this is.
+            max_bs: the largest size to capture, in requests (decode) or tokens (prefill); from 1 to 1048576.
+            bs: the sizes to capture, in any order; kept sorted and each once. Beside `max_bs` its largest entry must
+                be that.
+            tc_compiler: `eager` or `inductor`: what compiles the pieces of `tc_piecewise`.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`.
+        """
+
+    @property
+    def backend(self) -> str | None:
+        """The backend; None only where none was given and the phase belongs to no configuration yet."""
+
+    @property
+    def max_bs(self) -> int | None:
+        """The largest size to capture, or None: `bs` says it, or the engine decides."""
+
+    @property
+    def bs(self) -> tuple[int, ...] | None:
+        """The sizes to capture, ascending, or None: a default list up to the maximum."""
+
+    @property
+    def tc_compiler(self) -> str:
+        """What compiles the pieces of `tc_piecewise`."""
+
+    @property
+    def explicit_keys(self) -> tuple[str, ...]:
+        """The keys that somebody named, such as `("max_bs",)`, even where the value is the default."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class CudaGraphConfig:
+    """The settings of both phases, checked: frozen, hashable, picklable, and equal where the same values hold.
+
+    `config["decode"]` and `config["prefill"]` are the phases; another name is a `KeyError`.
+    """
+
+    def __new__(
+        cls,
+        decode: PhaseConfig | Mapping[str, object] | None = None,
+        prefill: PhaseConfig | Mapping[str, object] | None = None,
+        padding: bool | None = True,
+    ) -> Self:
+        """Checks a configuration.
+
+        Args:
+            decode: the settings of decode; without a backend, `full`.
+            prefill: the settings of prefill; without a backend, `tc_piecewise`. Not `full`: its shapes vary.
+            padding: whether a size in between may be padded to the next larger captured one.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`.
+        """
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, object]) -> Self:
+        """Checks a mapping with the keys `decode`, `prefill` and `padding`.
+
+        A phase is a mapping too, or a `PhaseConfig`; None is "not given".
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`.
+        """
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads JSON text.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`; a syntax error (`json-syntax`) says line and column.
+        """
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str]) -> Self:
+        """Reads a file, as JSON or TOML by its suffix.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`; the message names the file.
+            OSError: the file cannot be read.
+        """
+
+    def to_dict(self, *, explicit: bool = False, full: bool = False) -> dict[str, Any]:
+        """Exports plain data that `from_dict` reads back as an equal configuration.
+
+        Args:
+            explicit: with the keys that somebody named, and not only those whose value differs from the default.
+            full: with every key; None where the engine decides.
+        """
+
+    def to_json(self, *, explicit: bool = False, full: bool = False) -> str:
+        """Exports what `to_dict` does, as JSON text on one line."""
+
+    def with_phase(
+        self,
+        phase: str,
+        *,
+        backend: str | None = None,
+        max_bs: int | None = None,
+        bs: Sequence[int] | None = None,
+        tc_compiler: str | None = None,
+    ) -> CudaGraphConfig:
+        """A copy in which some keys of a phase are set; None leaves a key as it is.
+
+        `bs` and `max_bs` are two ways to say one thing: naming either drops what the other was.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`.
+        """
+
+    @property
+    def decode(self) -> PhaseConfig:
+        """The settings of decode, its backend among them."""
+
+    @property
+    def prefill(self) -> PhaseConfig:
+        """The settings of prefill, its backend among them."""
+
+    @property
+    def padding(self) -> bool:
+        """Whether a size in between may be padded to the next larger captured one."""
+
+    @property
+    def explicit_keys(self) -> tuple[str, ...]:
+        """The paths that somebody named, such as `("decode.max_bs",)`, even where the value is the default."""
+
+    @property
+    def warnings(self) -> tuple[ConfigIssue, ...]:
+        """What is no error, yet has no effect: a `tc_compiler` beside another backend (`compiler-unused`)."""
+
+    def __getitem__(self, phase: str, /) -> PhaseConfig: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class DroppedBucket:
+    """A size that was asked for and is not captured."""
+
+    @property
+    def size(self) -> int:
+        """The size."""
+
+    @property
+    def code(self) -> str:
+        """`bucket-over-limit`, `bucket-not-aligned` or `bucket-over-budget`."""
+
+    @property
+    def message(self) -> str:
+        """Why, as a sentence. Reworded at will."""
+
+    @property
+    def hint(self) -> str | None:
+        """What would have been kept, or None."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Buckets:
+    """The sizes to capture, ascending, and how that list came about.
+
+    Frozen, hashable and picklable; `len`, `in` and iteration are those of `sizes`. Two are equal where every live size
+    has the same bucket. `str()` says what was asked, kept and dropped, and why.
+    """
+
+    def __new__(
+        cls,
+        bs: Sequence[int],
+        *,
+        padding: bool | None = True,
+        alignment: int | None = 1,
+        limit: int | None = None,
+        max_graphs: int | None = None,
+    ) -> Self:
+        """An explicit list, of requests or tokens.
+
+        Args:
+            bs: the sizes asked for, in any order.
+            padding: whether a size in between may be padded to the next larger bucket.
+            alignment: what every size must be a multiple of. Entries that are not are dropped.
+            limit: the largest size that the engine can run. Entries above it are dropped, and with padding the largest
+                size within it is added, so that a full batch has a bucket.
+            max_graphs: how many sizes to keep: the smallest, the largest, and between them those that grow most evenly
+                by ratio; of one, the largest.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`. What does not fit is no error: see `dropped`.
+        """
+
+    def fit(self, raw: int) -> int | None:
+        """The bucket of a live size, in constant time.
+
+        Args:
+            raw: requests or tokens, as in `sizes`.
+
+        Returns:
+            The smallest bucket that holds it, or without padding the one that equals it; None where there is none, and
+            for 0 and less.
+        """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes to capture, ascending; empty where nothing that was asked for fits."""
+
+    @property
+    def maximum(self) -> int:
+        """The largest of `sizes`, or 0 where there is none."""
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The sizes asked for, ascending; of a default list all of it, up to the maximum asked for."""
+
+    @property
+    def dropped(self) -> tuple[DroppedBucket, ...]:
+        """The sizes asked for that are not captured, ascending."""
+
+    @property
+    def padding(self) -> bool:
+        """Whether a size in between is padded to the next larger bucket."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __contains__(self, size: object, /) -> bool: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[tuple[int, ...]], dict[str, Any]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def decode_buckets(
+    max_bs: int | None = None,
+    *,
+    bs: Sequence[int] | None = None,
+    padding: bool | None = True,
+    num_tokens_per_bs: int | None = 1,
+    alignment: int | None = 1,
+    token_alignment: int | None = 1,
+    limit: int | None = None,
+    max_graphs: int | None = None,
+) -> Buckets:
+    """The buckets of decode, in requests.
+
+    The default list is 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, then by 32; with several tokens a request 1..8,
+    10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The maximum is always in it,
+    exactly. Its entries are rounded up to the alignment.
+
+    `phase.max_bs` and `phase.bs` of a `PhaseConfig` go in as they are, with the engine's own maximum as `limit`.
+
+    Args:
+        max_bs: the largest size; without one, the largest of `bs`, or the limit.
+        bs: an explicit list instead of the default one, as `Buckets` takes it. Beside `max_bs` its largest entry must
+            be that.
+        padding: whether a size in between may be padded to the next larger bucket.
+        num_tokens_per_bs: tokens for each request: more than one in speculative decoding.
+        alignment: what every size must be a multiple of, in requests (two-batch overlap: 2).
+        token_alignment: what every size times `num_tokens_per_bs` must be a multiple of (tensor-parallel ranks that
+            share out the tokens: their number).
+        limit: the largest size that the engine can run.
+        max_graphs: how many sizes to keep, as `Buckets` does.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
+    """
+
+def prefill_buckets(
+    max_tokens: int | None = None,
+    *,
+    bs: Sequence[int] | None = None,
+    padding: bool | None = True,
+    alignment: int | None = 1,
+    limit: int | None = None,
+    max_graphs: int | None = None,
+) -> Buckets:
+    """The buckets of prefill, in tokens.
+
+    The default list is 4..32 by 4, 48..256 by 16, 288..512 by 32, 576..1024 by 64, 1280..4096 by 256, then by 512. The
+    maximum is always in it, exactly. Its entries are rounded up to the alignment. Without padding the list is the same
+    and only these exact numbers of tokens have a bucket.
+
+    Args:
+        max_tokens: the largest size; without one, the largest of `bs`, or the limit.
+        bs: an explicit list instead of the default one, as `Buckets` takes it. Beside `max_tokens` its largest entry
+            must be that.
+        padding: whether a size in between may be padded to the next larger bucket.
+        alignment: what every size must be a multiple of.
+        limit: the largest size that the engine can run.
+        max_graphs: how many sizes to keep, as `Buckets` does.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
+    """
 
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""

@@ -55,8 +55,8 @@ class ConfigError(DeviceGraphError, ValueError):
         self.issues = tuple(issues)
 
     def __str__(self) -> str:
-        # The message of a configuration error already lists its issues, each with its own code and hint.
-        return self.message
+        # A message that was made from issues lists them already, each with its own code and hint.
+        return self.message if self.issues else super().__str__()
 
 
 class SlotError(DeviceGraphError, ValueError):

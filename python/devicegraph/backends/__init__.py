@@ -1,0 +1,249 @@
+"""Capture backends: how the graphs of one phase are captured and replayed.
+
+A backend knows shape keys, captured graphs and outputs; it knows nothing of batches, buckets or padding, which are the
+runner's. The backends of this package are in the table below; others come through the entry point group
+`devicegraph.backends`, under names `<device>:<backend>` with the configuration's word for the backend, and their values are
+`BaseCudaGraphBackend` classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import weakref
+from abc import ABC, abstractmethod
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+
+import torch
+
+from devicegraph.devices import CAPTURE_ERROR_MODES, GraphMemoryPool
+from devicegraph.errors import BackendError, CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+    from contextlib import AbstractContextManager
+
+    from devicegraph.devices import CaptureErrorMode, DeviceAdapter
+    from devicegraph.runners.base import BaseCudaGraphRunner
+
+__all__ = ["BaseCudaGraphBackend", "resolve_decode_backend"]
+
+_BACKENDS: Final = {
+    "cpu:full": "devicegraph.backends.full:FullCudaGraphBackend",
+    "cuda:full": "devicegraph.backends.full:FullCudaGraphBackend",
+}
+_ENTRY_POINTS: Final = "devicegraph.backends"
+
+#: One for each device in use; it goes with the last backend that uses it.
+_shared_pools: weakref.WeakValueDictionary[torch.device, GraphMemoryPool] = weakref.WeakValueDictionary()
+
+
+def shared_graph_pool(adapter: DeviceAdapter) -> GraphMemoryPool:
+    """The graph memory pool that all backends of a device share unless they are given another."""
+    pool = _shared_pools.get(adapter.device)
+    if pool is None:
+        pool = _shared_pools[adapter.device] = GraphMemoryPool(adapter)
+    return pool
+
+
+class BaseCudaGraphBackend(ABC):
+    """Captures and replays the graphs of one phase.
+
+    Args:
+        adapter: the device.
+        phase: `decode` or `prefill`, for messages.
+        graph_pool: the graph memory pool to capture into; by default the one that all backends of the device share.
+        capture_error_mode: which unsafe calls break a capture: `global` any thread's, `thread_local` this thread's,
+            `relaxed` none. It reaches every capture of every segment.
+        barrier: aligns the ranks before each warm-up, where there are several.
+    """
+
+    #: The configuration's word for it.
+    name: ClassVar[str]
+    #: Runs before each capture: the first one sizes workspaces, the second one finds them in place.
+    WARMUPS: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        adapter: DeviceAdapter,
+        *,
+        phase: str,
+        graph_pool: GraphMemoryPool | None = None,
+        capture_error_mode: CaptureErrorMode = "thread_local",
+        barrier: Callable[[], None] | None = None,
+    ) -> None:
+        if capture_error_mode not in CAPTURE_ERROR_MODES:
+            raise BackendError(
+                f"capture_error_mode: {capture_error_mode!r} is not one of {', '.join(CAPTURE_ERROR_MODES)}",
+                code="capture-error-mode-unknown",
+            )
+        self.adapter = adapter
+        self.phase = phase
+        self.graph_pool = shared_graph_pool(adapter) if graph_pool is None else graph_pool
+        self.capture_error_mode: CaptureErrorMode = capture_error_mode
+        self._barrier = barrier
+        self._stream: Any = None
+
+    @contextmanager
+    def capture_session(self, stream: Any = None) -> Iterator[Any]:
+        """Makes `stream`, or one of the backend's own, current for a series of captures and yields it.
+
+        Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
+        after sees what the warm-ups wrote.
+        """
+        if self._stream is None or stream is not None:
+            self._stream = stream if stream is not None else self.adapter.stream()
+        self.adapter.synchronize()
+        self.adapter.empty_cache()
+        with self.adapter.stream_context(self._stream):
+            try:
+                yield self._stream
+            finally:
+                self.adapter.synchronize()
+
+    @abstractmethod
+    def capture_one(
+        self,
+        shape_key: Hashable,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> Any:
+        """Warms up and captures one graph inside a `capture_session`, and returns its output.
+
+        Args:
+            shape_key: the graph's name from now on; a graph of the same key is replaced.
+            forward_fn: the forward on the static batch. It is run for each warm-up, and once more to be captured.
+            capture_inputs: anything that holds what the graph reads; kept until the graph is dropped.
+            post_warmup_hook: called after every warm-up, never inside the capture.
+
+        Returns:
+            The output of `forward_fn`, whose tensors lie in the graph memory pool and are overwritten by each replay there.
+
+        Raises:
+            CaptureError: with the phase, the key, and the cause chained. There is no graph for the key then, and
+                the pool, the current stream and the collector are as they were.
+        """
+
+    def can_run(self, forward_batch: Any, shape_key: Hashable) -> bool:
+        """Whether a graph for the key is captured, and nothing in the batch speaks against it."""
+        return shape_key in self.captured
+
+    @property
+    @abstractmethod
+    def captured(self) -> dict[Any, Any]:
+        """The captured graphs by shape key."""
+
+    def replay_session(self) -> AbstractContextManager[None]:
+        """What replays run in; a backend that needs nothing does nothing."""
+        return nullcontext()
+
+    @abstractmethod
+    def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
+        """Launches the graph of the key on the current stream and returns its output, without waiting for the device.
+
+        Raises:
+            KeyError: no graph for the key; runners ask `can_run` first.
+        """
+
+    @abstractmethod
+    def discard(self, shape_key: Hashable) -> None:
+        """Drops the graph of the key and what it held, if it is there."""
+
+    @abstractmethod
+    def cleanup(self) -> None:
+        """Drops every graph and what it held. Calling it twice is fine, capturing again afterwards too."""
+
+    def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> None:
+        """Runs the forward as often as it takes for lazily made things to be there, then waits for the device."""
+        for _ in range(self.WARMUPS):
+            self.adapter.synchronize()
+            if self._barrier is not None:
+                self._barrier()
+            forward_fn()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        self.adapter.synchronize()
+
+
+_HINTS: Final = {
+    "out-of-memory": "capture fewer or smaller buckets (`max_bs`, `bs`), or leave the graphs more memory",
+    "forward-failed": "the error above is the forward's own; `devicegraph` left no graph for this key",
+}
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> CaptureError:
+    """The error for a capture that failed because of `cause`, to be raised from it."""
+    # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the error.
+    # What they show of the source stays.
+    seen: BaseException | None = cause
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(cause, CaptureError):
+        code, message, hint, operator = cause.code, cause.message, cause.hint, cause.operator
+    else:
+        code = "out-of-memory" if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) else "forward-failed"
+        message, hint, operator = _one_line(cause), _HINTS[code], None
+    return CaptureError(
+        f"{phase}: capturing {shape_key} failed: {message}",
+        code=code,
+        hint=hint,
+        phase=phase,
+        shape_key=shape_key,
+        operator=operator,
+    )
+
+
+def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
+    """The class of a backend on a device.
+
+    Raises:
+        BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an entry
+            point cannot be loaded.
+    """
+    name = f"{device_type}:{backend}"
+    if name in _BACKENDS:
+        module, attribute = _BACKENDS[name].split(":")
+        return cast("type[BaseCudaGraphBackend]", getattr(importlib.import_module(module), attribute))
+    for point in entry_points(group=_ENTRY_POINTS, name=name):
+        try:
+            return cast("type[BaseCudaGraphBackend]", point.load())
+        except Exception as error:
+            raise BackendError(
+                f"backend `{name}` cannot be loaded from `{point.value}`: {error}",
+                code="plugin-failed",
+                hint=f"repair or remove the package that provides the entry point `{name}` of `{_ENTRY_POINTS}`",
+            ) from error
+    known = sorted({*_BACKENDS, *(point.name for point in entry_points(group=_ENTRY_POINTS))})
+    here = [entry.split(":")[1] for entry in known if entry.split(":")[0] == device_type]
+    raise BackendError(
+        f"backend `{backend}` is not available on device `{device_type}`",
+        code="backend-not-available",
+        hint=f"on `{device_type}` there are: {', '.join([*here, 'disabled'])}",
+    )
+
+
+def resolve_decode_backend(runner: BaseCudaGraphRunner) -> BaseCudaGraphBackend | None:
+    """The backend that the configuration of a decode runner asks for on its device; None for `disabled`.
+
+    Raises:
+        BackendError: see `backend_class`.
+    """
+    word = runner.config.decode.backend
+    if word == "disabled":
+        return None
+    return backend_class(runner.adapter.type, word)(
+        runner.adapter,
+        phase="decode",
+        graph_pool=runner.graph_pool,
+        capture_error_mode=runner.capture_error_mode,
+        barrier=runner.hooks.barrier,
+    )

@@ -1,0 +1,83 @@
+"""The full backend: one device graph for a whole forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.outputs import replace_tensors, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from devicegraph.devices import DeviceGraph
+
+
+class _Captured(NamedTuple):
+    graph: DeviceGraph
+    output: Any
+    inputs: Any
+    """ADDRESS: what the graph reads. The entry keeps it alive, and goes with the graph."""
+
+
+class FullCudaGraphBackend(BaseCudaGraphBackend):
+    """One graph for each shape key, all in one graph memory pool.
+
+    Outputs are held weakly: their memory is the pool's, later captures may use it, and a replay writes it anew. Nothing is
+    copied, and a list of buckets takes little more memory than its largest one.
+    """
+
+    name: ClassVar[str] = "full"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._captured: dict[Hashable, _Captured] = {}
+
+    @property
+    def captured(self) -> dict[Hashable, _Captured]:
+        """The captured graphs by shape key."""
+        return self._captured
+
+    def capture_one(
+        self,
+        shape_key: Hashable,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> Any:
+        """See `BaseCudaGraphBackend.capture_one`."""
+        self.discard(shape_key)
+        graph = self.adapter.graph()
+        try:
+            self._warm_up(forward_fn, post_warmup_hook)
+            with self.adapter.capture(
+                graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
+            ):
+                output = forward_fn()
+            weak = self.adapter.weak_outputs(tensors_of(output), self.graph_pool)
+        except Exception as error:
+            graph.reset()
+            raise capture_failed(self.phase, shape_key, error) from error
+        output = replace_tensors(output, weak)
+        self._captured[shape_key] = _Captured(graph, output, capture_inputs)
+        return output
+
+    def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
+        """See `BaseCudaGraphBackend.replay`."""
+        captured = self._captured[shape_key]
+        captured.graph.replay()
+        return captured.output
+
+    def discard(self, shape_key: Hashable) -> None:
+        """See `BaseCudaGraphBackend.discard`."""
+        captured = self._captured.pop(shape_key, None)
+        if captured is not None:
+            captured.graph.reset()
+
+    def cleanup(self) -> None:
+        """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
+        if self._captured:
+            self.adapter.synchronize()
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()

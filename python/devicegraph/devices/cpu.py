@@ -1,0 +1,274 @@
+"""The CPU as a graph device: every rule of a capture on a machine without an accelerator.
+
+Operators run at once, so that streams and events have nothing to order; they exist to be checked. A stream belongs to a
+capture when it was forked from the capturing one, must be joined before the capture ends, and may not wait for outside
+work meanwhile: what CUDA refuses is refused here, with the same meaning of the capture error modes.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices.tape import Recorder, Tape
+from devicegraph.devices.tape_memory import TapeMemory
+from devicegraph.devices.tape_rules import HostMemory, HostReads, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class _Capture:
+    """A capture under way."""
+
+    def __init__(self, stream: TapeStream, error_mode: CaptureErrorMode) -> None:
+        self.origin = stream
+        self.error_mode = error_mode
+        self.thread = threading.get_ident()
+        self.work: dict[TapeStream, int] = {stream: 0}
+        """The streams that take part, with the number of operators recorded on each."""
+        self.joined: dict[TapeStream, int] = {}
+        """For each side stream, how many of its operators the capturing stream waits for."""
+        self.broken_by: str | None = None
+        """What another thread did that a capture in `global` mode does not survive."""
+
+    def record(self, operator: str) -> None:
+        """Counts an operator on the current stream, which must take part."""
+        stream = _current_stream()
+        if stream not in self.work:
+            raise refuse("foreign-stream", operator)
+        self.work[stream] += 1
+
+    def end(self) -> None:
+        if self.broken_by is not None:
+            raise refuse("synchronize", self.broken_by)
+        unjoined = [s for s, work in self.work.items() if s is not self.origin and work > self.joined.get(s, 0)]
+        if unjoined:
+            raise refuse("unjoined-stream", "")
+
+
+_captures: list[_Capture] = []
+_captures_lock = threading.Lock()
+_thread = threading.local()
+
+
+def _current_stream() -> TapeStream:
+    stream: TapeStream = getattr(_thread, "stream", _DEFAULT_STREAM)
+    return stream
+
+
+def _capture_here() -> _Capture | None:
+    thread = threading.get_ident()
+    return next((capture for capture in _captures if capture.thread == thread), None)
+
+
+def _wait_for_device(what: str) -> None:
+    """The check of everything that waits for work on the device: refused beside a capture, as its error mode says."""
+    here = _capture_here()
+    if here is not None:
+        raise refuse("synchronize", what)
+    for capture in _captures:
+        if capture.error_mode == "global":
+            capture.broken_by = what
+            raise refuse("synchronize", what)
+
+
+class TapeEvent:
+    """A point on a stream. Work on the CPU is done when it was launched, so that waiting only checks the rules."""
+
+    def __init__(self) -> None:
+        self._stream: TapeStream | None = None
+        self._capture: _Capture | None = None
+        self._work = 0
+
+    def record(self, stream: TapeStream | None = None) -> None:
+        """Marks the point after what `stream` has been given so far."""
+        self._stream = stream or _current_stream()
+        capture = _capture_here()
+        self._capture = capture if capture is not None and self._stream in capture.work else None
+        self._work = 0 if self._capture is None else self._capture.work[self._stream]
+
+    def wait(self, stream: TapeStream | None = None) -> None:
+        """Makes `stream` wait for the point."""
+        waiting = stream or _current_stream()
+        capture = _capture_here()
+        if self._stream is None or capture is None:
+            return
+        if self._capture is not capture:
+            if waiting in capture.work:
+                raise refuse("uncaptured-event", "wait_event")
+            return
+        capture.work.setdefault(waiting, 0)
+        # Whoever waits carries the streams that the event's stream had joined, too: joining can be transitive.
+        if waiting is capture.origin or waiting in capture.work:
+            capture.joined[self._stream] = max(capture.joined.get(self._stream, 0), self._work)
+
+    def query(self) -> bool:
+        """Whether the point was passed."""
+        _wait_for_device("event.query")
+        return True
+
+    def synchronize(self) -> None:
+        """Waits on the host for the point."""
+        _wait_for_device("event.synchronize")
+
+
+class TapeStream:
+    """An order of work. See the module's text: on the CPU it is there to be checked."""
+
+    def record_event(self, event: TapeEvent | None = None) -> TapeEvent:
+        """Records `event`, or a new one, on this stream."""
+        event = event or TapeEvent()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: TapeEvent) -> None:
+        """Makes this stream wait for `event`."""
+        event.wait(self)
+
+    def wait_stream(self, stream: TapeStream) -> None:
+        """Makes this stream wait for everything given to `stream` so far."""
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        """Waits on the host for everything given to this stream."""
+        _wait_for_device("stream.synchronize")
+
+
+_DEFAULT_STREAM = TapeStream()
+
+
+class TapeGraph:
+    """A recorded tape and its hold on the pool that its memory is in."""
+
+    def __init__(self) -> None:
+        self._tape: Tape | None = None
+        self._release: Callable[[], None] | None = None
+
+    def keep(self, tape: Tape, pool: GraphMemoryPool) -> None:
+        """Takes a finished recording."""
+        self._tape, self._release = tape, pool.hold()
+
+    @property
+    def tape(self) -> Tape | None:
+        """The recording, or None before a capture and after a reset."""
+        return self._tape
+
+    def replay(self) -> None:
+        """Runs the recording; done when it returns.
+
+        Raises:
+            RuntimeError: nothing was captured, or it was reset.
+        """
+        if self._tape is None:
+            raise RuntimeError("replay of a graph that holds no capture")
+        if _capture_here() is not None:
+            raise refuse("nested-capture", "replay")
+        self._tape.replay()
+
+    def reset(self) -> None:
+        """Drops the recording."""
+        self._tape = None
+        if self._release is not None:
+            self._release()
+
+
+class CpuDevice(DeviceAdapter):
+    """The CPU, through the tape."""
+
+    type: ClassVar[str] = "cpu"
+    #: What `declare_host` was told, in the whole process: a slot may be declared through another adapter than captures it.
+    _host: ClassVar[HostMemory] = HostMemory()
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Always."""
+        return Availability(True)
+
+    def new_pool_handle(self) -> TapeMemory:
+        """An empty tape memory."""
+        return TapeMemory()
+
+    def graph(self) -> TapeGraph:
+        """An empty graph."""
+        return TapeGraph()
+
+    @contextmanager
+    def capture(
+        self, graph: TapeGraph, *, pool: GraphMemoryPool, stream: TapeStream, capture_error_mode: CaptureErrorMode
+    ) -> Iterator[None]:
+        """Records the block; see `DeviceAdapter.capture`."""
+        if _capture_here() is not None:
+            raise refuse("nested-capture", "capture")
+        if stream is _DEFAULT_STREAM:
+            raise refuse("foreign-stream", "capture")
+        capture = _Capture(stream, capture_error_mode)
+        host = self._host.for_capture()
+        recorder = Recorder(pool.handle, host, capture.record)
+        with _captures_lock:
+            _captures.append(capture)
+        try:
+            with self.stream_context(stream), HostReads(host), recorder:
+                yield
+            capture.end()
+        finally:
+            with _captures_lock:
+                _captures.remove(capture)
+        graph.keep(recorder.tape, pool)
+
+    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
+        """See `DeviceAdapter.weak_outputs`."""
+        memory: TapeMemory = pool.handle
+        return [memory.alias(tensor) if memory.owns(tensor) else tensor for tensor in tensors]
+
+    def stream(self) -> TapeStream:
+        """A new stream."""
+        return TapeStream()
+
+    def current_stream(self) -> TapeStream:
+        """This thread's current stream."""
+        return _current_stream()
+
+    @contextmanager
+    def stream_context(self, stream: TapeStream) -> Iterator[TapeStream]:
+        """Makes `stream` this thread's current stream for the block."""
+        previous = _current_stream()
+        _thread.stream = stream
+        try:
+            yield stream
+        finally:
+            _thread.stream = previous
+
+    def event(self) -> TapeEvent:
+        """A new event."""
+        return TapeEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for; refused inside a capture."""
+        _wait_for_device("synchronize")
+
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream takes part in a capture."""
+        capture = _capture_here()
+        return capture is not None and _current_stream() in capture.work
+
+    def memory(self) -> DeviceMemory:
+        """Bytes of all tapes' memory in the process; the machine's own figures are not told."""
+        memories = TapeMemory.all()
+        return DeviceMemory(
+            allocated=sum(memory.live_bytes for memory in memories),
+            reserved=sum(memory.reserved_bytes for memory in memories),
+            free=None,
+            total=None,
+        )
+
+    def declare_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """Declares `tensor`'s memory host memory for as long as it lives; see `tape_rules`."""
+        self._host.declare(tensor, pinned=pinned)

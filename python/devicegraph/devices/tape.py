@@ -1,0 +1,230 @@
+"""The CPU tape: records a forward operator by operator without running it, and replays the record on the same storages.
+
+Recording computes shapes only (fake propagation), so a capture changes no cache and no counter. What the record holds is
+addresses, as a device graph does: Python does not run again on replay, a tensor that was replaced after the capture is not
+seen, random operators advance. What a device refuses inside a capture is refused here: see `tape_rules`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from devicegraph.devices.tape_rules import HostMemory, Placement, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._ops import OpOverload
+
+    from devicegraph.devices.tape_memory import TapeMemory
+
+#: Tensors of these classes are plain; another class gets to lower its operators to plain ones first.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class _Call(NamedTuple):
+    """One recorded operator: what to call, with which addresses, and where its fresh outputs go."""
+
+    operator: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[torch.Tensor | None, ...]
+    """One entry for each tensor that the operator returns; None where it is one of the arguments."""
+    waits: bool
+    """Whether the operator returns handles of asynchronous work."""
+
+
+class Tape:
+    """A recorded program on fixed addresses."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._inference = torch.is_inference_mode_enabled()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def operators(self) -> list[str]:
+        """The names of the recorded operators, in order."""
+        return [call.operator.name() for call in self._calls]
+
+    def append(self, call: _Call) -> None:
+        """Adds a call at the end."""
+        self._calls.append(call)
+
+    def replay(self) -> None:
+        """Runs the record once; returns when it is done.
+
+        Operators were recorded below autograd and autocast, and are called there again, whatever mode the caller is in.
+        """
+        with torch.inference_mode(self._inference), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            for operator, args, kwargs, outputs, waits in self._calls:
+                result = operator(*args, **kwargs)
+                if waits:
+                    _wait(result)
+                if outputs:
+                    for output, value in zip(outputs, tree_leaves(result), strict=True):
+                        if output is not None:
+                            output.copy_(value)
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that reaches the dispatcher onto a tape, and gives the model tensors to go on with.
+
+    Args:
+        memory: where outputs are placed.
+        host: which storages are host memory to the tape; see `HostMemory`.
+        in_capture: called for every operator; raises where the current stream does not belong to the capture.
+    """
+
+    def __init__(self, memory: TapeMemory, host: HostMemory, in_capture: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._memory = memory
+        self._host = host
+        self._in_capture = in_capture
+        self._fake = FakeTensorMode()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            return NotImplemented
+        # The function mode watches what the model calls, not what happens in here.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.name()
+        if func.namespace == "c10d":
+            return self._record_collective(func, args, kwargs)
+        # Under inference mode composite operators arrive whole; their parts are what is checked and recorded. Their alias
+        # notes are no help: `reshape` says that it returns a view also where it copies.
+        if _is_composite(name):
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        placement = self._host.check(func, args, kwargs)
+        if placement is Placement.HOST:
+            return self._host.run(func, args, kwargs)
+        self._in_capture(name)
+        if torch.Tag.inplace_view in func.tags:
+            # `set_`, `t_`, `squeeze_`: metadata of a tensor that exists, nothing for a replay to do.
+            return func(*args, **kwargs)
+        if placement is Placement.MIXED:
+            args, kwargs = self._host.freeze_scalars(args, kwargs)
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sources: dict[int, torch.Tensor] = {}
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, lambda t: self._fake_of(t, sources), (args, kwargs))
+        result = self._propagate(func, fake_args, fake_kwargs)
+        leaves = tree_leaves(result)
+        written = _written_arguments(func, args, kwargs)
+        if written is None and leaves and all(_storage_of(leaf) in sources for leaf in leaves):
+            return func(*args, **kwargs)  # views only: metadata, made for real and not recorded
+        made: list[torch.Tensor | None] = []
+        returns = result if isinstance(result, (tuple, list)) and len(func._schema.returns) > 1 else (result,)
+        outputs: list[Any] = []
+        for position, value in enumerate(returns):
+            if written is not None and position in written:
+                outputs.append(written[position])
+                made.extend([None] * len(tree_leaves(written[position])))
+            else:
+                outputs.append(tree_map_only(torch.Tensor, lambda fake: self._output(func, fake, sources, made), value))
+        self.tape.append(
+            _Call(
+                func, *tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs)), outputs=tuple(made), waits=False
+            )
+        )
+        if not func._schema.returns:
+            return None
+        return tuple(outputs) if len(func._schema.returns) > 1 else outputs[0]
+
+    def _propagate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.name()
+        try:
+            with self._fake:
+                result = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise refuse("data-dependent-shape", name) from error
+        except DataDependentOutputException as error:
+            raise refuse("host-read", name) from error
+        except UnsupportedOperatorException as error:
+            raise refuse("no-fake-kernel", name) from error
+        if any(not isinstance(leaf, torch.Tensor) and leaf is not None for leaf in tree_leaves(result)):
+            raise refuse("host-read", name)  # a number or a boolean that depends on values
+        return result
+
+    def _fake_of(self, tensor: torch.Tensor, sources: dict[int, torch.Tensor]) -> torch.Tensor:
+        # A tensor with a history is looked at without it: torch warns when the gradient of such a tensor is asked for.
+        plain = tensor if tensor.is_leaf else tensor.detach()
+        fake = self._fake.from_tensor(plain, static_shapes=True)
+        sources[_storage_of(fake)] = tensor
+        return fake
+
+    def _output(
+        self, func: OpOverload, fake: torch.Tensor, sources: dict[int, torch.Tensor], made: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        source = sources.get(_storage_of(fake))
+        if source is not None:
+            # One output of several is a view of an argument; the others are fresh.
+            made.append(None)
+            if fake.dtype != source.dtype:
+                raise refuse("no-fake-kernel", func.name())
+            return source.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+        output = self._memory.new(fake.shape, fake.stride(), fake.dtype)
+        made.append(self._memory.alias(output))
+        return output
+
+    def _record_collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Collectives of `torch.distributed` write their first argument and return it beside a handle to wait on."""
+        self._in_capture(func.name())
+        work = torch._C._distributed_c10d.FakeWork().boxed()
+        aliases = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
+        self.tape.append(_Call(func, *aliases, outputs=(), waits=True))
+        return (args[0], work) if len(func._schema.returns) > 1 else work
+
+
+def _is_composite(name: str) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def _storage_of(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
+
+
+def _written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any] | None:
+    """For an operator that writes arguments: which of its returns are they. None for one that writes nothing."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    by_alias: dict[frozenset[str], Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            by_alias[frozenset(argument.alias_info.before_set)] = value
+    return {
+        position: by_alias[frozenset(returned.alias_info.before_set)]
+        for position, returned in enumerate(schema.returns)
+        if returned.alias_info is not None and returned.alias_info.is_write
+    }
+
+
+def _wait(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()

@@ -1,0 +1,35 @@
+"""Agreement between data-parallel ranks on what to do in a step, and on which graphs they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Proposal", "agree"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank could do by itself, and, as the result of a vote, what all ranks do.
+
+    Attributes:
+        graph: in a step, whether this rank could replay a graph; after a captured bucket, whether it has the graph.
+        size: in a step, the live size on this rank in units of the bucket (requests in decode, tokens in prefill), 0 when
+            it is idle; after a captured bucket, the bucket.
+    """
+
+    graph: bool
+    size: int
+
+
+def agree(proposals: Iterable[Proposal]) -> Proposal:
+    """What ranks with these proposals do together: a graph if all can, of the largest size among them.
+
+    An engine's `vote` gathers the proposals of all ranks and returns this; any rank gets the same answer from the same
+    proposals, in any order. The size is the maximum and not the sum, for a bucket is chosen on each rank by itself.
+    """
+    gathered = list(proposals)
+    return Proposal(all(p.graph for p in gathered), max((p.size for p in gathered), default=0))

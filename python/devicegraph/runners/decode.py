@@ -1,0 +1,109 @@
+"""The decode runner: the same number of tokens for each request, one in plain decoding, several in verification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import torch
+
+from devicegraph.backends import resolve_decode_backend
+from devicegraph.buckets import decode_buckets
+from devicegraph.errors import ConfigError
+from devicegraph.layouts import build_decode_registry
+from devicegraph.runners.base import BaseCudaGraphRunner, check_choice
+
+if TYPE_CHECKING:
+    from devicegraph.backends import BaseCudaGraphBackend
+    from devicegraph.buckets import Buckets
+    from devicegraph.config import CudaGraphConfig
+    from devicegraph.engine import ModelRunner
+    from devicegraph.registry import CudaGraphBufferRegistry
+
+__all__ = ["DecodeCudaGraphRunner", "get_batch_sizes_to_capture"]
+
+#: What a decode runner is for: one new token a request, several tokens of a draft to verify, a block to denoise.
+MODES: Final = ("decode", "target_verify", "dllm_extend")
+
+
+def get_batch_sizes_to_capture(
+    model_runner: ModelRunner, *, config: CudaGraphConfig, num_tokens_per_bs: int = 1
+) -> tuple[list[int], list[int]]:
+    """The batch sizes of the decode phase within the engine's limits: those to capture, and those to compile.
+
+    Args:
+        model_runner: the engine, for its limits.
+        config: the configuration.
+        num_tokens_per_bs: tokens for each request.
+
+    Returns:
+        `(capture_bs, compile_bs)`, both ascending; the second is empty unless the backend compiles.
+    """
+    capture_bs = list(_buckets(model_runner, config, num_tokens_per_bs))
+    return capture_bs, capture_bs.copy() if config.decode.backend == "tc_piecewise" else []
+
+
+class DecodeCudaGraphRunner(BaseCudaGraphRunner):
+    """Runs decode batches through captured graphs; the bucket counts requests.
+
+    Args:
+        model_runner: the engine; see `ModelRunner`.
+        mode: `decode`, `target_verify` or `dllm_extend`: what the graphs are for, for the engine to read.
+        num_tokens_per_bs: tokens for each request; more than one in the two other modes.
+
+    The other arguments and the errors are those of `BaseCudaGraphRunner`.
+    """
+
+    phase: ClassVar[Literal["decode", "prefill"]] = "decode"
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        *,
+        config: CudaGraphConfig,
+        registry: CudaGraphBufferRegistry | None = None,
+        backend: BaseCudaGraphBackend | None = None,
+        mode: Literal["decode", "target_verify", "dllm_extend"] = "decode",
+        num_tokens_per_bs: int = 1,
+        **options: Any,
+    ) -> None:
+        check_choice("mode", mode, MODES)
+        if isinstance(num_tokens_per_bs, bool) or not isinstance(num_tokens_per_bs, int) or num_tokens_per_bs < 1:
+            raise ConfigError(
+                f"num_tokens_per_bs: {num_tokens_per_bs!r} is not an integer of at least 1", code="limit-invalid"
+            )
+        self.mode = mode
+        self.num_tokens_per_bs = num_tokens_per_bs
+        super().__init__(model_runner, config=config, registry=registry, backend=backend, **options)
+
+    def _make_buckets(self) -> Buckets:
+        return _buckets(self.model_runner, self.config, self.num_tokens_per_bs)
+
+    def _make_registry(self) -> CudaGraphBufferRegistry:
+        maximum = max(self.buckets.maximum, 1)
+        return build_decode_registry(
+            device=self.adapter.device,
+            max_bs=maximum,
+            max_num_token=maximum * self.num_tokens_per_bs,
+            seq_len_fill_value=getattr(self.model_runner, "seq_len_fill_value", 1),
+            cache_loc_dtype=getattr(self.model_runner, "cache_loc_dtype", torch.int64),
+        )
+
+    def _resolve_backend(self) -> BaseCudaGraphBackend | None:
+        return resolve_decode_backend(self)
+
+    def _padded_sizes(self, size: int) -> tuple[int, int]:
+        return size, size * self.num_tokens_per_bs
+
+    def _live_size(self, bs: int, num_tokens: int) -> int | str:
+        return bs if num_tokens == bs * self.num_tokens_per_bs else "not-uniform"
+
+
+def _buckets(model_runner: ModelRunner, config: CudaGraphConfig, num_tokens_per_bs: int) -> Buckets:
+    limits = model_runner.limits
+    return decode_buckets(
+        config.decode.max_bs,
+        bs=config.decode.bs,
+        padding=config.padding,
+        num_tokens_per_bs=num_tokens_per_bs,
+        limit=min(limits.max_bs, limits.max_num_tokens // num_tokens_per_bs),
+    )

@@ -1,0 +1,84 @@
+//! What a bucket list is asked for with, checked.
+
+use super::{Buckets, Rules};
+use crate::config::{Checker, LARGEST_SIZE};
+use crate::document::Value;
+use crate::error::{ConfigError, Expected, Problem};
+
+/// What a bucket list is asked for with, as it was given; null where it was not.
+#[derive(Clone, Debug, Default)]
+pub struct Arguments {
+    /// The largest size asked for.
+    pub maximum: Value,
+    /// An explicit list.
+    pub bs: Value,
+    /// Whether a live size may be padded to a larger bucket; true unless given.
+    pub padding: Value,
+    /// Tokens for each request; 1 unless given.
+    pub num_tokens_per_bs: Value,
+    /// What every size is a multiple of; 1 unless given.
+    pub alignment: Value,
+    /// What every size times `num_tokens_per_bs` is a multiple of; 1 unless given.
+    pub token_alignment: Value,
+    /// The largest size that the engine can run.
+    pub limit: Value,
+    /// How many graphs there may be.
+    pub max_graphs: Value,
+}
+
+pub(super) struct Checked {
+    maximum: u32,
+    pub(super) bs: Option<Vec<u32>>,
+    pub(super) num_tokens_per_bs: u32,
+    pub(super) rules: Rules,
+}
+
+impl Arguments {
+    /// `name` is what the caller calls the maximum.
+    pub(super) fn check(&self, name: &'static str) -> Result<Checked, ConfigError> {
+        let mut checker = Checker::default();
+        let maximum = checker.size(name, &self.maximum);
+        let bs = checker.sizes("bs", &self.bs);
+        let limit = checker.size("limit", &self.limit);
+        match (&self.maximum, &self.bs, &self.limit) {
+            (Value::Null, Value::Null, _) if name == "bs" => {
+                checker.report(name, &self.bs, Problem::WrongType(Expected::Sizes));
+            }
+            (Value::Null, Value::Null, Value::Null) => {
+                checker.report(name, &self.maximum, Problem::NoMaximum { argument: name });
+            }
+            _ => {}
+        }
+        if let (Some(maximum), Some(bs)) = (maximum, &bs) {
+            checker.agree(name, maximum, bs);
+        }
+        let padding = checker.flag("padding", &self.padding).unwrap_or(true);
+        let num_tokens_per_bs = checker.size("num_tokens_per_bs", &self.num_tokens_per_bs).unwrap_or(1);
+        let alignment = u64::from(checker.size("alignment", &self.alignment).unwrap_or(1));
+        let token_alignment = u64::from(checker.size("token_alignment", &self.token_alignment).unwrap_or(1));
+        // The requests whose tokens are a multiple of `token_alignment`.
+        let of_tokens = token_alignment / gcd(token_alignment, num_tokens_per_bs.into());
+        let step = alignment / gcd(alignment, of_tokens) * of_tokens;
+        let alignment = u32::try_from(step).ok().filter(|step| *step <= LARGEST_SIZE);
+        if alignment.is_none() {
+            checker.report("alignment", &self.alignment, Problem::StepTooLarge { step });
+        }
+        let max_graphs = checker.size("max_graphs", &self.max_graphs);
+        let rules = Rules { padding, alignment: alignment.unwrap_or(1), limit, max_graphs };
+        let maximum = maximum.or(limit).unwrap_or_default();
+        Ok(checker.finish(Checked { maximum, bs, num_tokens_per_bs, rules })?)
+    }
+}
+
+impl Checked {
+    pub(super) fn buckets(&self, default: impl FnOnce(u32) -> Vec<u32>) -> Buckets {
+        // Nobody named the entries of a default list, so they move to the next multiple where named ones are dropped.
+        let align = |size: u32| size.next_multiple_of(self.rules.alignment);
+        let asked = self.bs.clone().unwrap_or_else(|| default(self.maximum).into_iter().map(align).collect());
+        Buckets::new(asked, self.rules)
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

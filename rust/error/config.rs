@@ -1,0 +1,341 @@
+//! What can be wrong with a configuration, and how that reads.
+
+use std::fmt;
+
+use crate::config::{BACKENDS, COMPILERS, LARGEST_SIZE, PHASES, TC_PIECEWISE};
+use crate::document::{Position, Value};
+
+/// One thing wrong with a configuration: where, with which value, and what would have been allowed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Issue {
+    /// The key's path, such as `decode.bs[2]`; empty for the document as a whole.
+    pub path: String,
+    /// What stands there.
+    pub value: Value,
+    /// What is wrong with it.
+    pub problem: Problem,
+}
+
+/// What can be wrong with a configuration, or with a request for buckets.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Problem {
+    /// The text is not JSON.
+    JsonSyntax {
+        /// Where reading stopped.
+        position: Position,
+        /// Why.
+        reason: String,
+    },
+    /// The text is not TOML.
+    TomlSyntax {
+        /// Where reading stopped.
+        position: Position,
+        /// Why.
+        reason: String,
+    },
+    /// The file is not text.
+    NotUtf8 {
+        /// The first byte that starts no character, counted from 0.
+        offset: usize,
+    },
+    /// The file's suffix says neither JSON nor TOML.
+    UnknownFileType,
+    /// A value of another type.
+    WrongType(Expected),
+    /// A number that is no size.
+    OutOfRange,
+    /// A list of sizes without a size.
+    EmptyList,
+    /// A word that no phase has as a backend.
+    UnknownBackend {
+        /// The phase's backends.
+        allowed: &'static [&'static str],
+    },
+    /// A backend that this phase cannot have.
+    BackendNotAllowed {
+        /// The phase's backends.
+        allowed: &'static [&'static str],
+    },
+    /// A word that is no compiler.
+    UnknownCompiler,
+    /// An entry that is no key of its object.
+    UnknownKey {
+        /// The object's keys.
+        known: Vec<&'static str>,
+    },
+    /// A phase's key outside a phase.
+    MisplacedKey,
+    /// An object that is no phase.
+    UnknownPhase,
+    /// A key that its object already has.
+    RepeatedKey,
+    /// `max_bs` beside a `bs` whose largest entry is another.
+    SizesDisagree {
+        /// The largest entry of `bs`.
+        largest: u32,
+    },
+    /// A compiler beside a backend that compiles nothing.
+    CompilerUnused {
+        /// That backend.
+        backend: &'static str,
+    },
+    /// A bucket list that is bounded by nothing.
+    NoMaximum {
+        /// The argument that gives the maximum.
+        argument: &'static str,
+    },
+    /// Two alignments whose common multiple is above every size.
+    StepTooLarge {
+        /// That multiple.
+        step: u64,
+    },
+}
+
+/// A type of value, as an error names it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Expected {
+    /// One of some words.
+    Word(&'static [&'static str]),
+    /// A size.
+    Size,
+    /// A list of sizes.
+    Sizes,
+    /// A boolean.
+    Flag,
+    /// An object with some keys.
+    Object(Vec<&'static str>),
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Word(words) => f.write_str(&one_of(words)),
+            Self::Size => write!(f, "an integer from 1 to {LARGEST_SIZE}"),
+            Self::Sizes => write!(f, "a list of integers from 1 to {LARGEST_SIZE}"),
+            Self::Flag => f.write_str("`true` or `false`"),
+            Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
+        }
+    }
+}
+
+impl Issue {
+    pub(crate) fn new(path: &str, value: Value, problem: Problem) -> Self {
+        Self { path: path.to_owned(), value, problem }
+    }
+
+    /// The stable word to branch on.
+    pub fn code(&self) -> &'static str {
+        match self.problem {
+            Problem::JsonSyntax { .. } => "json-syntax",
+            Problem::TomlSyntax { .. } => "toml-syntax",
+            Problem::NotUtf8 { .. } => "not-utf8",
+            Problem::UnknownFileType => "unknown-file-type",
+            Problem::WrongType(_) => "wrong-type",
+            Problem::OutOfRange | Problem::StepTooLarge { .. } => "out-of-range",
+            Problem::EmptyList => "empty-list",
+            Problem::UnknownBackend { .. } => "unknown-backend",
+            Problem::BackendNotAllowed { .. } => "backend-not-allowed",
+            Problem::UnknownCompiler => "unknown-compiler",
+            Problem::UnknownKey { .. } | Problem::MisplacedKey => "unknown-key",
+            Problem::UnknownPhase => "unknown-phase",
+            Problem::RepeatedKey => "repeated-key",
+            Problem::SizesDisagree { .. } => "sizes-disagree",
+            Problem::CompilerUnused { .. } => "compiler-unused",
+            Problem::NoMaximum { .. } => "no-maximum",
+        }
+    }
+
+    /// What is wrong, without path, code and hint.
+    pub fn message(&self) -> String {
+        let value = shown(&self.value);
+        match &self.problem {
+            Problem::JsonSyntax { position, reason } | Problem::TomlSyntax { position, reason } => {
+                format!("{position}: {reason}")
+            }
+            Problem::NotUtf8 { offset } => format!("byte {offset} starts no UTF-8 character"),
+            Problem::UnknownFileType => format!("{value} is a file of unknown type"),
+            Problem::WrongType(expected) => {
+                format!("{value} is {}, not {expected}", self.value.kind())
+            }
+            Problem::OutOfRange => format!("{value} is not {}", Expected::Size),
+            Problem::EmptyList => format!("{value} names no size"),
+            Problem::UnknownBackend { allowed } => {
+                format!("{value} is not {}", one_of(allowed))
+            }
+            Problem::BackendNotAllowed { .. } => {
+                format!("{value} needs the same shapes on every replay, and those of this phase vary")
+            }
+            Problem::UnknownCompiler => format!("{value} is not {}", one_of(&COMPILERS)),
+            Problem::UnknownKey { known } => {
+                format!("no such key; the keys here are {}", listed(known, "and"))
+            }
+            Problem::MisplacedKey => "a key of a phase, outside a phase".into(),
+            Problem::UnknownPhase => {
+                format!("no such phase; the phases are {}", listed(&PHASES, "and"))
+            }
+            Problem::RepeatedKey => "the key is given more than once".into(),
+            Problem::SizesDisagree { largest } => {
+                format!("{value} is not the largest entry of `bs`, {largest}")
+            }
+            Problem::CompilerUnused { backend } => {
+                format!("{value} has no effect beside the backend `{backend}`")
+            }
+            Problem::NoMaximum { .. } => "nothing says how large the largest bucket is".into(),
+            Problem::StepTooLarge { step } => {
+                format!("every size would have to be a multiple of {step}, and the largest is {LARGEST_SIZE}")
+            }
+        }
+    }
+
+    /// What would have been allowed, where that can be said in a few words.
+    pub fn allowed(&self) -> Option<String> {
+        match &self.problem {
+            Problem::WrongType(expected) => Some(expected.to_string()),
+            Problem::OutOfRange => Some(Expected::Size.to_string()),
+            Problem::EmptyList => Some(Expected::Sizes.to_string()),
+            Problem::UnknownBackend { allowed } | Problem::BackendNotAllowed { allowed } => Some(one_of(allowed)),
+            Problem::UnknownCompiler => Some(one_of(&COMPILERS)),
+            Problem::UnknownKey { known } => Some(one_of(known)),
+            Problem::UnknownPhase => Some(one_of(&PHASES)),
+            Problem::UnknownFileType => Some("a name that ends in `.json` or `.toml`".into()),
+            Problem::SizesDisagree { largest } => Some(largest.to_string()),
+            _ => None,
+        }
+    }
+
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match (&self.problem, &self.value) {
+            (Problem::WrongType(Expected::Size), Value::Text(text)) if text.parse::<u32>().is_ok() => {
+                Some(format!("write {text}, without quotes"))
+            }
+            (Problem::WrongType(Expected::Sizes), Value::Int(size)) => Some(format!("write `[{size}]`")),
+            (Problem::WrongType(Expected::Object(_)), Value::Text(word)) if BACKENDS.contains(&word.as_str()) => {
+                Some(format!("write `{{\"backend\": \"{word}\"}}`"))
+            }
+            (Problem::JsonSyntax { reason, .. }, _) if reason == "key must be a string" => {
+                Some("put names and text in double quotes".into())
+            }
+            (Problem::UnknownFileType, _) => Some("use a name that ends in `.json` or `.toml`".into()),
+            (Problem::EmptyList, _) => Some("to run this phase without graphs, set its `backend` to `disabled`".into()),
+            (Problem::UnknownBackend { allowed }, _) => self.did_you_mean(allowed),
+            (Problem::BackendNotAllowed { allowed }, _) => Some(format!("use {}", listed(allowed, "or"))),
+            (Problem::UnknownCompiler, _) => self.did_you_mean(&COMPILERS),
+            (Problem::UnknownKey { known }, _) => self.did_you_mean(known),
+            (Problem::MisplacedKey, _) => Some(format!("write it inside {}", listed(&PHASES, "or"))),
+            (Problem::UnknownPhase, _) => self.did_you_mean(&PHASES),
+            (Problem::RepeatedKey, _) => Some("keep one of them".into()),
+            (Problem::SizesDisagree { largest }, size) => {
+                let key = self.key();
+                Some(format!("leave `{key}` out, or set it to {largest}, or add {size} to `bs`"))
+            }
+            (Problem::CompilerUnused { .. }, _) => {
+                Some(format!("set `backend` to `{TC_PIECEWISE}`, or leave `tc_compiler` out"))
+            }
+            (Problem::NoMaximum { argument }, _) => Some(format!("give `{argument}`, `bs` or `limit`")),
+            _ => None,
+        }
+    }
+
+    /// The last name of the path.
+    fn key(&self) -> &str {
+        self.path.rsplit('.').next().unwrap_or_default()
+    }
+
+    /// The known word nearest to what was written, if one is near enough to have been meant.
+    fn did_you_mean(&self, words: &[&str]) -> Option<String> {
+        let written = match (&self.problem, &self.value) {
+            (Problem::UnknownKey { .. } | Problem::UnknownPhase, _) => self.key(),
+            (_, Value::Text(word)) => word,
+            _ => return None,
+        };
+        let written = written.to_lowercase().replace('-', "_");
+        let near_enough = 1 + written.chars().count() / 3;
+        let (distance, nearest) =
+            words.iter().map(|word| (strsim::damerau_levenshtein(&written, word), word)).min_by_key(|pair| pair.0)?;
+        (distance <= near_enough).then(|| format!("did you mean `{nearest}`?"))
+    }
+}
+
+/// The issue as a user reads it: `path: message [code]`, and the hint on a line of its own.
+impl fmt::Display for Issue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_issue(f, &self.path, &self.message(), self.code(), self.hint().as_deref())
+    }
+}
+
+/// Writes an issue from its parts, which is all that the Python class of an issue keeps.
+pub(crate) fn write_issue(
+    f: &mut impl fmt::Write,
+    path: &str,
+    message: &str,
+    code: &str,
+    hint: Option<&str>,
+) -> fmt::Result {
+    if !path.is_empty() {
+        write!(f, "{path}: ")?;
+    }
+    write!(f, "{message} [{code}]")?;
+    hint.map_or(Ok(()), |hint| write!(f, "\n  hint: {hint}"))
+}
+
+/// A configuration that cannot be used, with every problem in it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ConfigError {
+    /// All problems found, in document order.
+    pub issues: Vec<Issue>,
+    /// The file they were found in, if it was one.
+    pub file: Option<String>,
+}
+
+impl From<Vec<Issue>> for ConfigError {
+    fn from(issues: Vec<Issue>) -> Self {
+        Self { issues, file: None }
+    }
+}
+
+impl From<Issue> for ConfigError {
+    fn from(issue: Issue) -> Self {
+        vec![issue].into()
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.issues.len(), &self.file) {
+            (1, None) => {}
+            (1, Some(file)) => write!(f, "{file}: ")?,
+            (count, None) => writeln!(f, "{count} problems:")?,
+            (count, Some(file)) => writeln!(f, "{count} problems in `{file}`:")?,
+        }
+        for (i, issue) in self.issues.iter().enumerate() {
+            write!(f, "{}{issue}", if i == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+fn one_of(words: &[&str]) -> String {
+    format!("one of {}", listed(words, "or"))
+}
+
+/// "`a`, `b` or `c`".
+fn listed(words: &[&str], joiner: &str) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} {joiner} {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+/// A value between backticks, cut where it would drown the sentence.
+fn shown(value: &Value) -> String {
+    const WIDTH: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(WIDTH) {
+        Some((end, _)) => format!("`{}...`", &text[..end]),
+        None => format!("`{text}`"),
+    }
+}

@@ -1,0 +1,193 @@
+//! `Buckets` and the two functions that make one.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyIterator, PyTuple};
+
+use super::value::{quoted, to_value};
+use crate::buckets::{Arguments, Buckets, Runs};
+use crate::document::Value;
+
+/// The sizes to capture, and how that list came about.
+#[pyclass(name = "Buckets", module = "devicegraph", frozen, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct PyBuckets(Buckets);
+
+/// A size that was asked for and is not captured.
+#[pyclass(name = "DroppedBucket", module = "devicegraph", frozen, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct PyDroppedBucket {
+    #[pyo3(get)]
+    size: u32,
+    #[pyo3(get)]
+    code: &'static str,
+    #[pyo3(get)]
+    message: String,
+    #[pyo3(get)]
+    hint: Option<String>,
+}
+
+#[pymethods]
+impl PyDroppedBucket {
+    fn __str__(&self) -> String {
+        let hint = self.hint.as_ref().map_or(String::new(), |hint| format!("\n  hint: {hint}"));
+        format!("{} [{}]{hint}", self.message, self.code)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("<DroppedBucket {}: {}>", self.size, quoted(py, self.code)?))
+    }
+}
+
+fn given(object: Option<Bound<'_, PyAny>>) -> PyResult<Value> {
+    object.map_or(Ok(Value::Null), |object| to_value(&object))
+}
+
+type Given<'py> = Option<Bound<'py, PyAny>>;
+
+#[pymethods]
+impl PyBuckets {
+    #[new]
+    #[pyo3(
+        signature = (bs, *, padding=None, alignment=None, limit=None, max_graphs=None),
+        text_signature = "(bs, *, padding=True, alignment=1, limit=None, max_graphs=None)"
+    )]
+    fn new(
+        bs: &Bound<'_, PyAny>,
+        padding: Given<'_>,
+        alignment: Given<'_>,
+        limit: Given<'_>,
+        max_graphs: Given<'_>,
+    ) -> PyResult<Self> {
+        let arguments = Arguments {
+            bs: to_value(bs)?,
+            padding: given(padding)?,
+            alignment: given(alignment)?,
+            limit: given(limit)?,
+            max_graphs: given(max_graphs)?,
+            ..Arguments::default()
+        };
+        Ok(Self(Buckets::explicit(&arguments)?))
+    }
+
+    fn fit(&self, raw: i64) -> Option<u32> {
+        self.0.fit(raw)
+    }
+
+    #[getter]
+    fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.sizes())
+    }
+
+    #[getter]
+    fn maximum(&self) -> u32 {
+        self.0.maximum()
+    }
+
+    #[getter]
+    fn asked<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.asked())
+    }
+
+    #[getter]
+    fn dropped<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let dropped = self.0.dropped().map(|(size, reason)| {
+            let message = format!("{size} is {reason}");
+            Py::new(py, PyDroppedBucket { size, code: reason.code(), message, hint: reason.hint(size) })
+        });
+        PyTuple::new(py, dropped.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    #[getter]
+    fn padding(&self) -> bool {
+        self.0.rules().padding
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.sizes().len()
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        self.sizes(py)?.try_iter()
+    }
+
+    fn __contains__(&self, size: &Bound<'_, PyAny>) -> bool {
+        size.extract().is_ok_and(|size: u32| self.0.sizes().binary_search(&size).is_ok())
+    }
+
+    fn __str__(&self) -> String {
+        self.0.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        let exact = if self.0.rules().padding { "" } else { ", without padding" };
+        format!("<Buckets {}{exact}>", Runs(self.0.sizes()))
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((Bound<'py, PyTuple>,), Bound<'py, PyDict>)> {
+        let rules = self.0.rules();
+        let keywords = PyDict::new(py);
+        keywords.set_item("padding", rules.padding)?;
+        keywords.set_item("alignment", rules.alignment)?;
+        keywords.set_item("limit", rules.limit)?;
+        keywords.set_item("max_graphs", rules.max_graphs)?;
+        Ok(((self.asked(py)?,), keywords))
+    }
+}
+
+/// The buckets of decode, in requests.
+#[pyfunction]
+#[pyo3(
+    signature = (max_bs=None, *, bs=None, padding=None, num_tokens_per_bs=None, alignment=None, token_alignment=None,
+                 limit=None, max_graphs=None),
+    text_signature = "(max_bs=None, *, bs=None, padding=True, num_tokens_per_bs=1, alignment=1, token_alignment=1, \
+                      limit=None, max_graphs=None)"
+)]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments")]
+pub(super) fn decode_buckets(
+    max_bs: Given<'_>,
+    bs: Given<'_>,
+    padding: Given<'_>,
+    num_tokens_per_bs: Given<'_>,
+    alignment: Given<'_>,
+    token_alignment: Given<'_>,
+    limit: Given<'_>,
+    max_graphs: Given<'_>,
+) -> PyResult<PyBuckets> {
+    let arguments = Arguments {
+        maximum: given(max_bs)?,
+        bs: given(bs)?,
+        padding: given(padding)?,
+        num_tokens_per_bs: given(num_tokens_per_bs)?,
+        alignment: given(alignment)?,
+        token_alignment: given(token_alignment)?,
+        limit: given(limit)?,
+        max_graphs: given(max_graphs)?,
+    };
+    Ok(PyBuckets(Buckets::decode(&arguments)?))
+}
+
+/// The buckets of prefill, in tokens.
+#[pyfunction]
+#[pyo3(
+    signature = (max_tokens=None, *, bs=None, padding=None, alignment=None, limit=None, max_graphs=None),
+    text_signature = "(max_tokens=None, *, bs=None, padding=True, alignment=1, limit=None, max_graphs=None)"
+)]
+pub(super) fn prefill_buckets(
+    max_tokens: Given<'_>,
+    bs: Given<'_>,
+    padding: Given<'_>,
+    alignment: Given<'_>,
+    limit: Given<'_>,
+    max_graphs: Given<'_>,
+) -> PyResult<PyBuckets> {
+    let arguments = Arguments {
+        maximum: given(max_tokens)?,
+        bs: given(bs)?,
+        padding: given(padding)?,
+        alignment: given(alignment)?,
+        limit: given(limit)?,
+        max_graphs: given(max_graphs)?,
+        ..Arguments::default()
+    };
+    Ok(PyBuckets(Buckets::prefill(&arguments)?))
+}

@@ -1,0 +1,101 @@
+//! Python objects as documents, and back.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString};
+
+use super::config::PyPhaseConfig;
+use crate::document::Value;
+
+/// No configuration nests this deep; an object that contains itself does.
+const DEEPEST: usize = 8;
+
+/// Reads what a caller gave; an exception comes only from the caller's own mapping or sequence.
+pub(super) fn to_value(object: &Bound<'_, PyAny>) -> PyResult<Value> {
+    read(object, DEEPEST)
+}
+
+fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
+    // The order matters: `bool` is a subclass of `int`, and text is a sequence.
+    if object.is_none() {
+        return Ok(Value::Null);
+    }
+    if let Ok(flag) = object.cast::<PyBool>() {
+        return Ok(Value::Bool(flag.is_true()));
+    }
+    if let Ok(number) = object.cast::<PyInt>() {
+        return Ok(integer(number));
+    }
+    if let Ok(number) = object.cast::<PyFloat>() {
+        return Ok(Value::Float(number.value()));
+    }
+    if let Ok(text) = object.cast::<PyString>() {
+        return match text.to_str() {
+            Ok(text) => Ok(Value::Text(text.to_owned())),
+            Err(_) => foreign(object), // lone surrogates
+        };
+    }
+    if let Ok(phase) = object.cast::<PyPhaseConfig>() {
+        return Ok(phase.get().0.to_value().0);
+    }
+    if depth > 0 {
+        if let Ok(mapping) = object.cast::<PyMapping>() {
+            let entry = |item: Bound<'_, PyAny>| {
+                let (name, value) = item.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+                Ok((name.str()?.to_string_lossy().into_owned(), read(&value, depth - 1)?))
+            };
+            return mapping.items()?.iter().map(entry).collect::<PyResult<_>>().map(Value::Object);
+        }
+        let bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
+        if let (false, Ok(sequence)) = (bytes, object.cast::<PySequence>()) {
+            let items = sequence.try_iter()?.map(|item| read(&item?, depth - 1));
+            return items.collect::<PyResult<_>>().map(Value::List);
+        }
+    }
+    // `__index__` is how an integer of another library says that it is one.
+    match object.call_method0("__index__") {
+        Ok(number) => number.cast::<PyInt>().map_or_else(|_| foreign(object), |number| Ok(integer(number))),
+        Err(_) => foreign(object),
+    }
+}
+
+fn integer(number: &Bound<'_, PyInt>) -> Value {
+    match (number.extract(), number.extract()) {
+        (Ok(number), _) => Value::Int(number),
+        (_, Ok(number)) => Value::Float(number),
+        _ => Value::Float(f64::INFINITY),
+    }
+}
+
+fn foreign(object: &Bound<'_, PyAny>) -> PyResult<Value> {
+    Ok(Value::Foreign {
+        kind: object.get_type().name()?.to_string_lossy().into_owned(),
+        repr: object.repr()?.to_string_lossy().into_owned(),
+    })
+}
+
+/// The plain Python object for a value; a foreign one is its `repr`.
+pub(super) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match value {
+        Value::Null => py.None().into_bound(py),
+        Value::Bool(flag) => PyBool::new(py, *flag).to_owned().into_any(),
+        Value::Int(number) => number.into_pyobject(py)?.into_any(),
+        Value::Float(number) => PyFloat::new(py, *number).into_any(),
+        Value::Text(text) | Value::Foreign { repr: text, .. } => PyString::new(py, text).into_any(),
+        Value::List(items) => {
+            let items = items.iter().map(|item| to_python(py, item));
+            PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any()
+        }
+        Value::Object(entries) => {
+            let object = PyDict::new(py);
+            for (name, value) in entries {
+                object.set_item(name, to_python(py, value)?)?;
+            }
+            object.into_any()
+        }
+    })
+}
+
+/// A string as Python source.
+pub(super) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
+    Ok(PyString::new(py, text).repr()?.to_string_lossy().into_owned())
+}

@@ -1,0 +1,127 @@
+"""Buckets as Python meets them; the arithmetic has its properties in rust/tests/buckets.rs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import devicegraph as dg
+from devicegraph import Buckets, ConfigError, CudaGraphConfig, decode_buckets, prefill_buckets
+
+sizes = st.lists(st.integers(1, 600), min_size=1, max_size=12)
+rules = st.fixed_dictionaries(
+    {},
+    optional={
+        "padding": st.booleans(),
+        "alignment": st.integers(1, 32),
+        "limit": st.one_of(st.none(), st.integers(1, 600)),
+        "max_graphs": st.one_of(st.none(), st.integers(1, 6)),
+    },
+)
+
+
+@given(sizes, rules)
+def test_a_list_is_a_value_that_copies_and_pickles_with_its_history(asked: list[int], options: dict[str, Any]) -> None:
+    buckets = Buckets(asked, **options)
+    for same in (pickle.loads(pickle.dumps(buckets)), copy.deepcopy(buckets), Buckets(asked[::-1], **options)):
+        assert (same, hash(same), str(same)) == (buckets, hash(buckets), str(buckets))
+        assert same.dropped == buckets.dropped
+    assert tuple(buckets) == buckets.sizes
+    assert len(buckets) == len(buckets.sizes)
+    assert all(size in buckets for size in buckets)
+    assert not any(drop.size in buckets for drop in buckets.dropped)
+    assert buckets.asked == tuple(sorted(set(asked)))
+    assert buckets.maximum == max(buckets.sizes, default=0)
+
+
+@given(sizes, rules)
+def test_every_function_that_takes_a_list_gives_the_same_buckets(asked: list[int], options: dict[str, Any]) -> None:
+    buckets = Buckets(asked, **options)
+    assert str(decode_buckets(bs=asked, **options)) == str(buckets)
+    assert str(prefill_buckets(max(asked), bs=asked, **options)) == str(buckets)
+
+
+@given(sizes, st.integers(-2, 700), st.booleans())
+def test_fit_is_the_smallest_size_that_holds_it(asked: list[int], raw: int, padding: bool) -> None:
+    buckets = Buckets(asked, padding=padding)
+    holds = [size for size in asked if (size >= raw > 0 if padding else size == raw)]
+    assert buckets.fit(raw) == min(holds, default=None)
+
+
+def test_the_default_lists_end_exactly_at_the_maximum() -> None:
+    assert decode_buckets(20).sizes == (1, 2, 4, 8, 12, 16, 20)
+    assert decode_buckets(20, padding=False).sizes == tuple(range(1, 21))
+    assert decode_buckets(11, num_tokens_per_bs=2).sizes == (*range(1, 9), 10, 11)
+    assert decode_buckets(20, alignment=8).sizes == (8, 16, 24)
+    assert decode_buckets(5, num_tokens_per_bs=3, token_alignment=4).sizes == (4, 8)
+    assert prefill_buckets(33).sizes == (*range(4, 33, 4), 33)
+    assert decode_buckets(limit=3) == decode_buckets(3) == Buckets([1, 2, 3]) != Buckets([1, 2, 3], padding=False)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_three_requests_take_a_bucket_of_whole_requests_whatever_the_tokens_each(tokens: int) -> None:
+    bucket = decode_buckets(4, num_tokens_per_bs=tokens).fit(3)
+    assert bucket == (4 if tokens == 1 else 3)
+
+
+def test_a_phase_goes_in_as_it_is_with_the_engines_limit() -> None:
+    phases = {
+        '{"decode": {"max_bs": 64}}': (1, 2, 4, 8, 12, 16, 20),
+        '{"decode": {"bs": [1, 8, 64]}}': (1, 8, 20),
+        "{}": (1, 2, 4, 8, 12, 16, 20),
+    }
+    for text, expected in phases.items():
+        phase = CudaGraphConfig.from_json(text).decode
+        assert decode_buckets(phase.max_bs, bs=phase.bs, limit=20).sizes == expected
+
+
+def test_what_was_asked_kept_and_dropped_can_be_printed() -> None:
+    buckets = Buckets([1, 2, 24, 500, 700, 900], alignment=8, limit=600)
+    assert str(buckets) == (
+        "asked    1, 2, 24, 500, 700, 900\n"
+        "kept     24, 600\n"
+        "added    600, the largest size within the limit\n"
+        "dropped  1, 2, 500: not a multiple of the alignment 8\n"
+        "dropped  700, 900: above the limit 600\n"
+        "padding  on: a size in between takes the next larger bucket"
+    )
+    assert repr(buckets) == "<Buckets 24, 600>"
+    assert repr(decode_buckets(40, padding=False)) == "<Buckets 1..40, without padding>"
+    assert repr(Buckets([8], limit=4, padding=False)) == "<Buckets none, without padding>"
+    assert str(buckets.dropped[2]) == (
+        "500 is not a multiple of the alignment 8 [bucket-not-aligned]\n  hint: use 496 or 504"
+    )
+    assert [(drop.size, drop.code) for drop in buckets.dropped[3:]] == [
+        (700, "bucket-over-limit"),
+        (900, "bucket-over-limit"),
+    ]
+
+
+@pytest.mark.parametrize("entry", [0, -1, True, 1.5, "2", None])
+def test_an_entry_that_is_no_size_is_refused_by_its_place(entry: Any) -> None:
+    for make in (Buckets, lambda bs: decode_buckets(bs=bs), lambda bs: prefill_buckets(bs=bs)):
+        with pytest.raises(ConfigError) as raised:
+            make([1, entry])
+        assert [issue.path for issue in raised.value.issues] == ["bs[1]"]
+
+
+def test_nothing_that_says_how_large_is_refused() -> None:
+    for make, argument in ((decode_buckets, "max_bs"), (prefill_buckets, "max_tokens")):
+        with pytest.raises(ConfigError) as raised:
+            make()
+        (issue,) = raised.value.issues
+        assert (issue.path, issue.code, issue.hint) == (argument, "no-maximum", f"give `{argument}`, `bs` or `limit`")
+
+
+def test_other_objects_are_neither_contained_nor_equal() -> None:
+    buckets = Buckets([1, 2])
+    assert "1" not in buckets
+    assert -1 not in buckets
+    assert 2**70 not in buckets
+    assert buckets != (1, 2)
+    assert dg.buckets.Buckets is Buckets

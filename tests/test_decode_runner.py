@@ -1,0 +1,827 @@
+"""The decode runner on the CPU tape: what it decides, what a step does, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devicegraph as dg
+from devicegraph.devices.tape_memory import TapeMemory
+from engines import Batch, ToyEngine, config, eager
+
+
+def runner_for(engine: Any, **options: Any) -> dg.DecodeCudaGraphRunner:
+    decode = {key: options.pop(key) for key in ("bs", "max_bs", "backend") if key in options}
+    padding = options.pop("padding", True)
+    options.setdefault("num_tokens_per_bs", getattr(engine, "tokens_per_request", 1))
+    return dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode=decode, padding=padding), **options)
+
+
+def captured(engine: Any, **options: Any) -> dg.DecodeCudaGraphRunner:
+    runner = runner_for(engine, **options)
+    runner.capture()
+    return runner
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("tokens_per_request", [1, 2, 3, 5])
+def test_replays_equal_eager_at_every_size_whatever_ran_before(tokens_per_request: int) -> None:
+    engine = ToyEngine(max_bs=8, tokens_per_request=tokens_per_request)
+    with captured(engine) as runner:
+        for step, bs in enumerate([8, 1, 3, 8, 2, 5, 7, 4, 6, 1]):
+            batch = engine.batch([tokens_per_request + (i + step) % 7 for i in range(bs)], seed=step)
+            want = eager(engine, batch)
+            assert torch.equal(runner.run(batch), want)
+        assert runner.metrics().hit_rate == 1.0
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=8), st.booleans())
+def test_any_sequence_of_batches_decodes_as_eager_does(steps: list[list[int]], descending: bool) -> None:
+    engine, oracle = ToyEngine(max_bs=6), ToyEngine(max_bs=6)
+    with captured(engine, order="descending" if descending else "ascending") as runner:
+        for seed, lengths in enumerate(steps):
+            want = oracle.forward(oracle.batch(lengths, seed))
+            assert torch.equal(runner.run(engine.batch(lengths, seed)), want)
+            # Beside the reserved row, the cache holds what eager steps leave there: padding wrote nowhere else.
+            assert torch.equal(engine.cache[1:], oracle.cache[1:])
+
+
+def test_padded_rows_touch_no_parked_request() -> None:
+    engine = ToyEngine(max_bs=8)
+    engine.cache.random_(-2, 3, generator=torch.Generator().manual_seed(1))
+    parked = engine.cache[4:].clone()
+    with captured(engine, bs=[8]) as runner:
+        runner.run(engine.batch([3, 5, 2]))
+    assert torch.equal(engine.cache[4:], parked)
+
+
+def test_outputs_are_borrowed_until_the_next_replay_and_owned_with_clone_outputs() -> None:
+    engine = ToyEngine(max_bs=4)
+    first, second = engine.batch([3, 4], seed=1), engine.batch([3, 4], seed=2)
+    with captured(engine) as runner:
+        borrowed = runner.run(first)
+        assert runner.run(second).data_ptr() == borrowed.data_ptr()
+    with captured(engine, clone_outputs=True) as runner:
+        owned = runner.run(first)
+        kept = owned.clone()
+        assert runner.run(second).data_ptr() != owned.data_ptr()
+        assert torch.equal(owned, kept)
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
+
+
+@dataclass
+class Nested:
+    pair: Pair
+    by_name: dict[str, torch.Tensor]
+    label: str
+    scores: list[torch.Tensor]
+
+
+class NestedEngine(ToyEngine):
+    def forward(self, batch: Any) -> Nested:
+        logits = super().forward(batch)
+        running = torch.cat([logits[:1, 0] * 0, logits[:, 0].cumsum(0)])
+        return Nested(Pair(logits, None), {"twice": logits.t() * 2, "table": self.head * 1}, "x", [running])
+
+
+@pytest.mark.parametrize("bs", [[1, 4, 8], [8]])
+def test_nested_outputs_come_back_in_their_own_classes_with_the_real_rows(bs: list[int]) -> None:
+    engine = NestedEngine(max_bs=8)
+    with captured(engine, bs=bs) as runner:
+        batch = engine.batch([3, 4, 5])
+        want, got = eager(engine, batch), runner.run(batch)
+        assert (type(got), type(got.pair), got.label, got.pair.hidden) == (Nested, Pair, "x", None)
+        assert torch.equal(got.pair.logits, want.pair.logits)
+        assert torch.equal(got.by_name["twice"], want.by_name["twice"])
+        assert torch.equal(got.by_name["table"], want.by_name["table"])
+        assert torch.equal(got.scores[0], want.scores[0])
+        got.by_name["mine"] = torch.zeros(1)
+        assert "mine" not in runner.run(batch).by_name
+
+
+def test_rows_that_cannot_be_told_are_an_error_that_output_axes_resolves() -> None:
+    class Square(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            logits = super().forward(batch)
+            return logits @ logits.t()
+
+    engine = Square(max_bs=4)
+    with pytest.raises(dg.CaptureError) as caught:
+        captured(engine)
+    assert caught.value.code == "output-rows"
+    with captured(engine, output_axes=[dg.RowAxis(0)]) as runner:
+        assert runner.run(engine.batch([3, 4, 2])).shape == (3, 4)
+
+
+# What is decided.
+
+
+def test_every_decision_has_its_code() -> None:
+    engine = ToyEngine(max_bs=8)
+    with runner_for(engine, bs=[2, 4]) as runner:
+        assert runner.can_run(engine.batch([3])).code == "not-captured"
+        runner.capture()
+        decision = runner.can_run(engine.batch([3, 3, 3]))
+        assert (bool(decision), decision.code, decision.key) == (True, "graph", dg.ShapeKey(4))
+        assert runner.can_run(engine.batch([3] * 4)) is decision
+        assert runner.can_run(engine.batch([])).code == "idle"
+        # A list that the engine's limit exceeds gains nothing: it was asked for, and 5 to 8 requests run eagerly.
+        assert runner.can_run(engine.batch([3] * 5)).code == "above-largest"
+    with captured(engine, bs=[2, 4], padding=False) as runner:
+        assert runner.can_run(engine.batch([3] * 3)).code == "no-exact-bucket"
+        assert runner.can_run(engine.batch([3] * 4))
+    with runner_for(engine, backend="disabled") as runner:
+        assert "disabled" in str(runner.capture())
+        assert runner.can_run(engine.batch([3])).code == "disabled"
+        batch = engine.batch([3, 4])
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        assert runner.metrics().eager == {"disabled": 1}
+
+
+def test_requests_of_unequal_length_are_not_taken_for_a_uniform_batch() -> None:
+    """Equal totals, other shapes: [3, 1] tokens must not run in a graph of two requests with two tokens each."""
+    engine = ToyEngine(max_bs=4, tokens_per_request=2)
+    batch = engine.batch([3, 4])
+    with captured(engine) as runner:
+        assert runner.can_run(batch)
+        batch.batch_size = 3
+        assert runner.can_run(batch).code == "not-uniform"
+
+
+def test_all_codes_mean_something_and_eager_steps_are_counted_by_code() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine, bs=[2]) as runner:
+        for lengths in ([3, 3, 3], [3, 3], [3, 3, 3, 3]):
+            runner.run(engine.batch(lengths))
+        metrics = runner.metrics()
+        assert metrics.eager == {"above-largest": 2}
+        assert metrics.replays == {dg.ShapeKey(2): 1}
+        assert (metrics.raw_rows, metrics.padded_rows, metrics.steps) == (2, 0, 3)
+    for code, meaning in dg.DECISION_CODES.items():
+        assert dg.Decision(code, dg.ShapeKey(1) if code == "graph" else None).reason == meaning
+
+
+class Fields(ToyEngine):
+    """Exposes an optional field and a required one, both zero or more in the result."""
+
+    def __init__(self, exposed: tuple[str, ...]) -> None:
+        super().__init__(max_bs=4)
+        self.exposed = exposed
+        self.registry = dg.build_decode_registry(
+            device=self.device, max_bs=4, max_num_token=4, seq_len_fill_value=1, cache_loc_dtype=torch.int64
+        )
+        for name, required in (("bias", False), ("scale", True)):
+            self.registry.register_slot(
+                dg.GraphSlot(
+                    name,
+                    lambda bs, tokens: (bs,),
+                    torch.float32,
+                    axis="bs",
+                    padding_policy=dg.PaddingPolicy.ZERO,
+                    required=required,
+                )
+            )
+
+    def make_batch(self, views: dict[str, torch.Tensor], key: dg.ShapeKey) -> Any:
+        batch = super().make_batch(views, key)
+        for name in self.exposed:
+            setattr(batch, name, views[name])
+        return batch
+
+    def forward(self, batch: Any) -> Any:
+        logits = super().forward(batch)
+        for name in self.exposed:
+            value = getattr(batch, name, None)
+            logits = logits if value is None else logits + value[:, None]
+        return logits
+
+
+def test_a_required_field_that_is_missing_and_one_that_is_unexpected_run_eagerly_by_name() -> None:
+    engine = Fields(exposed=("scale",))
+    with captured(engine, registry=engine.registry) as runner:
+        batch = engine.batch([3, 4])
+        decision = runner.can_run(batch)
+        assert (decision.code, decision.fields) == ("field-missing", ("scale",))
+        assert "`scale`" in decision.reason
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        batch.scale = torch.ones(2)
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        batch.bias = torch.ones(2)
+        decision = runner.can_run(batch)
+        assert (decision.code, decision.fields) == ("field-unexpected", ("bias",))
+        assert runner.metrics().eager == {"field-missing": 1}
+
+
+def test_an_optional_field_that_is_missing_is_padding_in_every_row() -> None:
+    engine = Fields(exposed=("bias", "scale"))
+    with captured(engine, registry=engine.registry) as runner:
+        batch = engine.batch([3, 4])
+        batch.scale, batch.bias = torch.ones(2), torch.full((2,), 5.0)
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        batch.bias = None
+        want = eager(engine, batch)
+        assert torch.equal(runner.run(batch), want)
+
+
+# Idle ranks and votes.
+
+
+class Ranks:
+    """Data-parallel ranks that vote in lockstep, one after the other in one thread."""
+
+    def __init__(self, sizes: list[int], max_bs: int = 8, **options: Any) -> None:
+        self.engines = [ToyEngine(max_bs=max_bs) for _ in sizes]
+        self.proposals: list[dg.Proposal] = []
+        self.answer: dg.Proposal | None = None
+        for engine in self.engines:
+            engine.vote = self.vote
+        self.runners = [runner_for(engine, **options) for engine in self.engines]
+        self.sizes = sizes
+
+    def vote(self, proposal: dg.Proposal) -> dg.Proposal:
+        self.proposals.append(proposal)
+        return self.answer if self.answer is not None else proposal
+
+    def decide(self) -> list[dg.Decision]:
+        batches = [engine.batch([3] * size) for engine, size in zip(self.engines, self.sizes, strict=True)]
+        self.proposals, self.answer = [], None
+        for runner, batch in zip(self.runners, batches, strict=True):
+            runner.can_run(batch)
+        self.answer = dg.agree(self.proposals)
+        return [runner.can_run(batch) for runner, batch in zip(self.runners, batches, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "codes", "bucket"),
+    [
+        ([5, 0, 0, 2], {"graph"}, 8),
+        ([0, 0, 0, 0], {"idle"}, None),
+        ([1, 1], {"graph"}, 1),
+        ([9, 1], {"above-largest", "voted-eager"}, None),
+    ],
+)
+def test_ranks_of_different_sizes_choose_the_same_graph_or_all_run_eagerly(
+    sizes: list[int], codes: set[str], bucket: int | None
+) -> None:
+    ranks = Ranks(sizes, max_bs=16, bs=[1, 4, 8])
+    for runner in ranks.runners:
+        runner.capture()
+    decisions = ranks.decide()
+    assert {decision.code for decision in decisions} == codes
+    assert {decision.key.size if decision.key else None for decision in decisions} == {bucket}
+
+
+def test_the_size_that_ranks_agree_on_is_the_largest_and_not_the_sum() -> None:
+    assert dg.agree([dg.Proposal(True, 32)] * 16) == dg.Proposal(True, 32)
+    assert dg.agree([dg.Proposal(True, 5), dg.Proposal(False, 0)]) == dg.Proposal(False, 5)
+    assert dg.agree([]) == dg.Proposal(True, 0)
+
+
+def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
+    ranks = Ranks([0], bs=[1, 4])
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.answer = dg.Proposal(True, 3)
+    engine.cache.fill_(7)
+    output = runner.run(engine.batch([]))
+    assert output.shape == (0, 32)
+    assert torch.equal(engine.cache[1:], torch.full_like(engine.cache[1:], 7))
+    batch = runner.replay_prepare(engine.batch([]))
+    assert batch.seq_lens.tolist() == [1] * 4
+    assert batch.out_cache_loc.tolist() == [0] * 4
+
+
+def test_a_vote_is_cast_once_in_a_step_and_once_for_each_captured_bucket() -> None:
+    ranks = Ranks([2], bs=[1, 4])
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    assert ranks.proposals == [dg.Proposal(True, 4), dg.Proposal(True, 1)]
+    ranks.proposals.clear()
+    runner.run(engine.batch([3, 3]))
+    assert ranks.proposals == [dg.Proposal(True, 2)]
+    decision = runner.can_run(engine.batch([3, 3]))
+    runner.replay(engine.batch([3, 3]), decision)
+    assert ranks.proposals == [dg.Proposal(True, 2)] * 2
+
+
+def test_a_bucket_that_another_rank_could_not_capture_is_dropped_here_too() -> None:
+    engine = ToyEngine(max_bs=4)
+    engine.vote = lambda proposal: dg.Proposal(proposal.size != 4, proposal.size)
+    with runner_for(engine, bs=[1, 4]) as runner:
+        report = runner.capture()
+        assert [d.key.size for d in report.dropped] == [4]
+        assert "another rank" in report.dropped[0].reason
+        engine.vote = None
+        runner.hooks.vote = None
+        assert runner.can_run(engine.batch([3] * 3)).code == "bucket-dropped"
+
+
+# Hooks.
+
+
+class Recorded(ToyEngine):
+    """Notes every hook with the sizes that it sees, and keeps metadata at fixed addresses for each graph."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.log: list[tuple[Any, ...]] = []
+        self.metadata: dict[Any, dict[str, Any]] = {}
+        self.fail: str | None = None
+
+    def note(self, hook: str, *seen: Any) -> None:
+        self.log.append((hook, *seen))
+        if self.fail == hook:
+            raise ValueError(f"{hook} failed")
+
+    def pre_replay(self, batch: Any) -> None:
+        self.note("pre_replay", batch.batch_size)
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        self.note("prepare", batch.batch_size, len(batch.seq_lens), key)
+        plan = self.metadata.setdefault(key, {"lengths": torch.zeros(self.limits.max_bs, dtype=torch.int64)})
+        plan["kind"] = "raw"
+        plan["lengths"][: len(batch.seq_lens)].copy_(batch.seq_lens)
+        batch.extras = plan
+
+    def upgrade_metadata(self, batch: Any, key: Any) -> None:
+        self.note("upgrade", key)
+        batch.extras["kind"] = "full"
+
+    def prepare_in_graph(self, batch: Any, key: Any) -> None:
+        self.note("in_graph", key)
+        self.doubled = batch.extras["lengths"][: len(batch.seq_lens)] * 2
+
+    def after_warmup(self) -> None:
+        self.note("after_warmup")
+
+    def barrier(self) -> None:
+        self.note("barrier")
+
+    def forward(self, batch: Any) -> Any:
+        assert batch.extras["kind"] == "full", "the layers met raw metadata"
+        self.note("forward", batch.batch_size)
+        return super().forward(batch) + self.doubled[:, None]
+
+
+def test_a_capture_warms_up_twice_with_barrier_and_hook_and_runs_the_body_once() -> None:
+    engine = Recorded(max_bs=4)
+    with runner_for(engine, bs=[4]) as runner:
+        runner.buffer_registry.slot_names
+        engine.log.clear()
+        key = dg.ShapeKey(4)
+        with runner.backend.capture_session():
+            runner.capture_one_shape(4)
+        warmup = [("barrier",), ("in_graph", key), ("forward", 4), ("after_warmup",)]
+        assert engine.log == [
+            ("prepare", 4, 4, key),
+            ("upgrade", key),
+            *warmup,
+            *warmup,
+            ("in_graph", key),
+            ("forward", 4),
+        ]
+
+
+def test_a_replayed_step_runs_its_hooks_in_order_on_padded_views_and_no_forward() -> None:
+    engine = Recorded(max_bs=4)
+    with captured(engine, bs=[1, 4]) as runner:
+        engine.log.clear()
+        batch = engine.batch([3, 5, 2])
+        runner.run(batch)
+        key = dg.ShapeKey(4)
+        assert engine.log == [("pre_replay", 3), ("prepare", 4, 4, key), ("upgrade", key)]
+        assert engine.metadata[key]["lengths"].tolist() == [3, 5, 2, 1]
+        assert batch.extras == {}
+
+
+def test_an_eager_step_runs_the_same_hooks_on_the_engines_own_batch() -> None:
+    engine = Recorded(max_bs=4)
+    with captured(engine, bs=[2]) as runner:
+        engine.log.clear()
+        runner.run(engine.batch([3, 5, 2]))
+        assert engine.log == [
+            ("pre_replay", 3),
+            ("prepare", 3, 3, None),
+            ("upgrade", None),
+            ("in_graph", None),
+            ("forward", 3),
+        ]
+
+
+def test_metadata_is_prepared_with_the_lengths_of_the_step_and_keeps_its_address() -> None:
+    engine, oracle = Recorded(max_bs=8), Recorded(max_bs=8)
+    with captured(engine, bs=[4, 8]) as runner:
+        addresses = {key: plan["lengths"].data_ptr() for key, plan in engine.metadata.items()}
+        for seed, lengths in enumerate([[3], [3, 4], [3, 4, 5], [9] * 7, [2], [5] * 8]):
+            batch = oracle.batch(lengths, seed)
+            oracle.prepare_metadata(batch, None)
+            oracle.upgrade_metadata(batch, None)
+            oracle.prepare_in_graph(batch, None)
+            assert torch.equal(runner.run(engine.batch(lengths, seed)), oracle.forward(batch))
+        assert {key: plan["lengths"].data_ptr() for key, plan in engine.metadata.items()} == addresses
+
+
+def test_a_pre_replay_hook_that_raises_prevents_the_step() -> None:
+    engine = Recorded(max_bs=4)
+    with captured(engine, bs=[4]) as runner:
+        before = runner.buffer_registry.get_slot("seq_lens").buffer.clone()
+        engine.fail = "pre_replay"
+        with pytest.raises(ValueError, match="pre_replay failed"):
+            runner.run(engine.batch([3, 5]))
+        assert torch.equal(runner.buffer_registry.get_slot("seq_lens").buffer, before)
+        assert runner.metrics().steps == 0
+
+
+@pytest.mark.parametrize("hook", ["prepare", "upgrade"])
+def test_a_failure_while_preparing_leaves_batch_and_runner_usable(hook: str) -> None:
+    engine = Recorded(max_bs=4)
+    with captured(engine, bs=[4]) as runner:
+        batch = engine.batch([3, 5])
+        given = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        engine.fail = hook
+        with pytest.raises(ValueError, match=f"{hook} failed"):
+            runner.run(batch)
+        engine.fail = None
+        assert all(torch.equal(getattr(batch, name), value) for name, value in given.items())
+        assert runner.metrics().steps == 0
+        assert runner.run(batch).shape == (2, 32)
+
+
+class Variants(ToyEngine):
+    variants = (None, "lora")
+
+    def variant(self, batch: Any) -> str | None:
+        return batch.extras.get("variant")
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        label = self.variant(batch) if key is None else key.variant_label
+        batch.extras = {**batch.extras, "shift": 100.0 if label == "lora" else 0.0}
+
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch) + batch.extras["shift"]
+
+
+def test_variants_of_a_bucket_are_graphs_of_their_own() -> None:
+    engine = Variants(max_bs=4)
+    with captured(engine, bs=[2, 4]) as runner:
+        assert set(runner.graphs) == {dg.ShapeKey(size, None, label) for size in (2, 4) for label in (None, "lora")}
+        for label in (None, "lora", None, "lora"):
+            batch = engine.batch([3, 4])
+            batch.extras["variant"] = label
+            want = ToyEngine(max_bs=4).forward(batch) + (100.0 if label else 0.0)
+            assert torch.equal(runner.run(batch), want)
+        batch.extras["variant"] = "other"
+        assert runner.can_run(batch).code == "variant-unknown"
+
+
+def test_a_variant_hook_without_variants_is_refused() -> None:
+    class Wrong(ToyEngine):
+        def variant(self, batch: Any) -> str | None:
+            return None
+
+    with pytest.raises(dg.ConfigError, match="no `variants`"):
+        runner_for(Wrong())
+
+
+# Bad input and failures.
+
+
+def test_a_field_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine, bs=[4]) as runner:
+        runner.run(engine.batch([3, 5, 2, 4]))
+        before = {slot.name: slot.buffer.clone() for slot in runner.buffer_registry.slots}
+        batch = engine.batch([3, 5])
+        batch.seq_lens = batch.seq_lens[:1]
+        with pytest.raises(dg.SlotError) as caught:
+            runner.run(batch)
+        assert caught.value.slot == "seq_lens"
+        for slot in runner.buffer_registry.slots:
+            assert torch.equal(slot.buffer, before[slot.name]), slot.name
+
+
+def test_a_forward_that_reads_a_value_on_the_host_is_refused_by_name_and_place() -> None:
+    class Reads(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(batch)[: batch.seq_lens.max().item()]
+
+    with pytest.raises(dg.CaptureError) as caught:
+        captured(Reads(max_bs=4), bs=[2, 4])
+    error = caught.value
+    assert (error.code, error.phase, error.shape_key) == ("host-read", "decode", dg.ShapeKey(4))
+    assert error.operator == "aten::_local_scalar_dense"
+    assert isinstance(error.__cause__, dg.CaptureError)
+
+
+class FailsAt(ToyEngine):
+    def __init__(self, bucket: int, error: Exception, in_capture_only: bool = False) -> None:
+        super().__init__(max_bs=8)
+        self.bucket, self.error, self.in_capture_only, self.armed = bucket, error, in_capture_only, True
+
+    def forward(self, batch: Any) -> Any:
+        output = super().forward(batch)
+        capturing = dg.get_device_adapter("cpu").is_capturing()
+        if self.armed and batch.batch_size == self.bucket and (capturing or not self.in_capture_only):
+            raise self.error
+        return output
+
+
+@pytest.mark.parametrize("in_capture_only", [False, True])
+def test_a_failure_at_one_bucket_is_named_and_chained_and_leaves_no_graph(in_capture_only: bool) -> None:
+    error = ValueError("from the model")
+    engine = FailsAt(4, error, in_capture_only)
+    adapter = dg.get_device_adapter("cpu")
+    with runner_for(engine, bs=[2, 4, 8]) as runner:
+        enabled, stream = gc.isenabled(), adapter.current_stream()
+        with pytest.raises(dg.CaptureError) as caught:
+            runner.capture()
+        assert (caught.value.code, caught.value.shape_key) == ("forward-failed", dg.ShapeKey(4))
+        assert "bucket 4" in str(caught.value)
+        assert "from the model" in str(caught.value)
+        assert caught.value.__cause__ is error
+        assert not runner.graphs
+        assert not runner.backend.captured
+        assert (gc.isenabled(), adapter.current_stream(), adapter.is_capturing()) == (enabled, stream, False)
+        assert not dg.get_is_capture_mode()
+        batch = engine.batch([3, 3])
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        engine.armed = False
+        assert len(runner.capture().captured) == 3
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
+def test_a_kept_error_of_a_failed_capture_keeps_no_memory_of_the_pool() -> None:
+    engine = FailsAt(4, ValueError("from the model"), in_capture_only=True)
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    with runner_for(engine, bs=[4], graph_pool=pool) as runner:
+        with pytest.raises(dg.CaptureError) as caught:
+            runner.capture()
+        gc.collect()
+        assert pool.handle.live_bytes == 0
+        assert "raise self.error" in "".join(__import__("traceback").format_exception(caught.value))
+
+
+def test_a_bucket_that_runs_out_of_memory_is_dropped_and_the_others_serve() -> None:
+    engine = FailsAt(8, torch.OutOfMemoryError("out of memory"))
+    with runner_for(engine, bs=[2, 4, 8]) as runner:
+        report = runner.capture()
+        assert [b.key.size for b in report.captured] == [4, 2]
+        assert [(d.key.size, "out of memory" in d.reason) for d in report.dropped] == [(8, True)]
+        assert runner.can_run(engine.batch([3] * 3)).key == dg.ShapeKey(4)
+        assert runner.can_run(engine.batch([3] * 5)).code == "bucket-dropped"
+    with runner_for(engine, bs=[2, 4, 8], on_error="raise") as runner:
+        with pytest.raises(dg.CaptureError) as caught:
+            runner.capture()
+        assert caught.value.code == "out-of-memory"
+        assert not runner.graphs
+
+
+def test_an_interrupt_in_a_capture_passes_through_and_leaves_no_graph() -> None:
+    class Interrupted(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            if batch.batch_size == 2:
+                raise KeyboardInterrupt
+            return super().forward(batch)
+
+    with runner_for(Interrupted(max_bs=4), bs=[2, 4]) as runner:
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture()
+        assert not runner.graphs
+        assert gc.isenabled()
+
+
+def test_metadata_that_fails_in_capture_is_a_capture_error() -> None:
+    engine = Recorded(max_bs=4)
+    engine.fail = "prepare"
+    with runner_for(engine) as runner:
+        with pytest.raises(dg.CaptureError, match="prepare failed") as caught:
+            runner.capture()
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = runner_for(engine)
+    batch = engine.batch([3])
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.replay(batch)
+    assert caught.value.code == "not-captured"
+    runner.capture()
+    runner.pause()
+    runner.pause()
+    for step in (runner.run, runner.replay, runner.can_run, runner.replay_prepare):
+        with pytest.raises(dg.ReplayError) as caught:
+            step(batch)
+        assert caught.value.code == "paused"
+    runner.resume()
+    assert torch.equal(runner.run(batch), eager(engine, batch))
+    runner.close()
+    runner.close()
+    for step in (runner.run, runner.replay, runner.can_run, lambda _: runner.capture(), lambda _: runner.resume()):
+        with pytest.raises(dg.ReplayError) as caught:
+            step(batch)
+        assert caught.value.code == "closed"
+
+
+def test_replay_of_a_batch_above_the_largest_bucket_says_so() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine, bs=[2]) as runner:
+        with pytest.raises(dg.ReplayError) as caught:
+            runner.replay(engine.batch([3] * 3))
+        assert caught.value.code == "above-largest"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"order": "sideways"}, "choice-unknown"),
+        ({"on_error": "ignore"}, "choice-unknown"),
+        ({"mode": "prefill"}, "choice-unknown"),
+        ({"num_tokens_per_bs": 0}, "limit-invalid"),
+        ({"num_tokens_per_bs": True}, "limit-invalid"),
+    ],
+)
+def test_an_argument_that_is_none_of_its_choices_is_refused(options: dict[str, Any], code: str) -> None:
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(ToyEngine(), **options)
+    assert caught.value.code == code
+
+
+def test_an_unknown_capture_error_mode_and_a_backend_that_is_not_there_are_refused() -> None:
+    with pytest.raises(dg.BackendError) as caught:
+        runner_for(ToyEngine(), capture_error_mode="lax")
+    assert caught.value.code == "capture-error-mode-unknown"
+    with pytest.raises(dg.BackendError) as caught:
+        runner_for(ToyEngine(), backend="breakable")
+    assert caught.value.code == "backend-not-available"
+    assert "full" in (caught.value.hint or "")
+
+
+# Memory and life.
+
+
+def test_recapture_reads_no_live_row_and_serves_again() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine) as runner:
+        batch = engine.batch([3, 5, 2])
+        want = runner.run(batch).clone()
+        live = engine.cache[1:].clone()
+        addresses = {slot.name: slot.buffer.data_ptr() for slot in runner.buffer_registry.slots}
+        runner.capture()
+        assert torch.equal(engine.cache[1:], live)
+        assert {slot.name: slot.buffer.data_ptr() for slot in runner.buffer_registry.slots} == addresses
+        assert torch.equal(runner.run(batch), want)
+
+
+@pytest.mark.parametrize("order", ["descending", "ascending"])
+def test_buckets_are_captured_in_the_order_asked_for(order: str) -> None:
+    engine = ToyEngine(max_bs=8)
+    with runner_for(engine, order=order) as runner:
+        sizes = [bucket.key.size for bucket in runner.capture().captured]
+        assert sizes == sorted([1, 2, 4, 8], reverse=order == "descending")
+
+
+def test_smaller_buckets_take_no_memory_beside_the_largest() -> None:
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    with captured(ToyEngine(max_bs=64), graph_pool=pool, bs=[64]):
+        alone = pool.handle.peak_bytes
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    with captured(ToyEngine(max_bs=64), graph_pool=pool) as runner:
+        assert len(runner.graphs) > 8
+        assert pool.handle.peak_bytes == alone
+
+
+def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:
+    engine = ToyEngine(max_bs=4)
+    gc.collect()
+    before = len(TapeMemory.all())
+    runner = captured(engine, graph_pool=dg.GraphMemoryPool(dg.get_device_adapter("cpu")))
+    output = weakref.ref(runner.run(engine.batch([3])))
+    buffer = weakref.ref(runner.buffer_registry.get_slot("input_ids").buffer)
+    assert output() is not None
+    assert buffer() is not None
+    runner.close()
+    del runner
+    gc.collect()
+    assert output() is None
+    assert buffer() is None
+    assert len(TapeMemory.all()) == before
+
+
+def test_two_runners_of_one_pool_take_turns_and_closing_one_leaves_the_other() -> None:
+    engine, other = ToyEngine(max_bs=4), ToyEngine(max_bs=4, tokens_per_request=2)
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    first, second = captured(engine, graph_pool=pool), captured(other, graph_pool=pool)
+    for seed in range(3):
+        batch, wide = engine.batch([3, 5, 2], seed), other.batch([3, 5, 2], seed)
+        assert torch.equal(first.run(batch), eager(engine, batch))
+        assert torch.equal(second.run(wide), eager(other, wide))
+    first.close()
+    assert torch.equal(second.run(wide), eager(other, wide))
+    second.close()
+    assert pool.graphs == 0
+
+
+def test_capture_runs_no_garbage_collection_inside() -> None:
+    seen: list[bool] = []
+
+    class Watches(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            seen.append(gc.isenabled())
+            return super().forward(batch)
+
+    collections: list[str] = []
+    callback = lambda phase, info: collections.append(phase)  # noqa: E731
+    with runner_for(Watches(max_bs=8)) as runner:
+        gc.callbacks.append(callback)
+        try:
+            report = runner.capture()
+        finally:
+            gc.callbacks.remove(callback)
+    assert not any(seen)
+    assert len(report.captured) > 2
+    assert collections.count("start") == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_on_or_off_after_nested_freezes_as_it_was_before(enabled: bool) -> None:
+    frozen = gc.get_freeze_count()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError), dg.freeze_gc():
+            with dg.freeze_gc():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            _ = 1 / 0
+        assert gc.isenabled() is enabled
+        with dg.freeze_gc(enable_cudagraph_gc=True):
+            assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == frozen
+
+
+def test_the_forward_can_ask_whether_it_is_captured() -> None:
+    modes: list[bool] = []
+
+    class Asks(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            modes.append(dg.get_is_capture_mode())
+            return super().forward(batch)
+
+    engine = Asks(max_bs=2)
+    with runner_for(engine, bs=[1]) as runner:
+        runner.capture()
+        runner.run(engine.batch([3, 3]))
+    assert modes == [True, True, True, False]
+
+
+def test_progress_is_told_of_every_graph() -> None:
+    events: list[Any] = []
+    with runner_for(ToyEngine(max_bs=4), progress=events.append) as runner:
+        runner.capture()
+    assert [(e.phase, e.key.size, e.done, e.total) for e in events] == [
+        ("decode", 4, 1, 3),
+        ("decode", 2, 2, 3),
+        ("decode", 1, 3, 3),
+    ]
+
+
+def test_sizes_to_capture_follow_configuration_and_limits() -> None:
+    engine = ToyEngine(max_bs=6)
+    assert dg.get_batch_sizes_to_capture(engine, config=config()) == ([1, 2, 4, 6], [])
+    assert dg.get_batch_sizes_to_capture(engine, config=config(max_bs=4)) == ([1, 2, 4], [])
+    assert dg.get_batch_sizes_to_capture(engine, config=config(bs=[8, 1, 4, 4, 2, 64])) == ([1, 2, 4, 6], [])
+    assert dg.get_batch_sizes_to_capture(engine, config=config(bs=[3], backend="tc_piecewise")) == ([3], [3])
+    engine.limits = dg.Limits(max_bs=6, max_num_tokens=9)
+    assert dg.get_batch_sizes_to_capture(engine, config=config(), num_tokens_per_bs=3) == ([1, 2, 3], [])
+    assert isinstance(engine.batch([3]), Batch)
+
+
+def test_an_engine_with_nothing_but_a_forward_and_a_batch_works() -> None:
+    class Minimal:
+        device = torch.device("cpu")
+        limits = dg.Limits(max_bs=4, max_num_tokens=4)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return batch.input_ids[:, None] * 10 + batch.positions[:, None]
+
+    batch = dg.StaticBatch(batch_size=3, input_ids=torch.tensor([1, 2, 3]), positions=torch.tensor([4, 5, 6]))
+    with dg.DecodeCudaGraphRunner(Minimal(), config=dg.CudaGraphConfig()) as runner:
+        runner.capture()
+        assert runner.run(batch).tolist() == [[14], [25], [36]]
+        assert runner.metrics().hit_rate == 1.0

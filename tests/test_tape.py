@@ -1,0 +1,361 @@
+"""The CPU tape: what a recording holds, what replays, what memory it takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import devicegraph
+from devicegraph.devices import GraphMemoryPool, get_device_adapter
+from devicegraph.devices.cpu import TapeGraph
+from devicegraph.devices.tape_memory import TapeMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ADAPTER = get_device_adapter("cpu")
+
+
+def capture(
+    forward: Callable[[], Any], pool: GraphMemoryPool | None = None, mode: Any = "thread_local"
+) -> tuple[TapeGraph, Any]:
+    graph = ADAPTER.graph()
+    with ADAPTER.capture(
+        graph, pool=pool or GraphMemoryPool(ADAPTER), stream=ADAPTER.stream(), capture_error_mode=mode
+    ):
+        output = forward()
+    return graph, output
+
+
+def test_python_side_effects_do_not_replay() -> None:
+    calls = []
+    x = torch.ones(4)
+    graph, output = capture(lambda: (calls.append(1), x + len(calls))[1])
+    for _ in range(3):
+        graph.replay()
+    assert calls == [1]
+    assert torch.equal(output, torch.full((4,), 2.0))
+
+
+def test_a_tensor_replaced_after_the_capture_is_not_seen() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    with torch.no_grad():
+        graph, output = capture(lambda: layer(x))
+        want = layer(x)
+        layer.weight.data = torch.zeros(4, 4)
+        graph.replay()
+    assert torch.equal(output, want)
+
+
+def test_a_write_to_a_captured_parameter_is_seen() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    with torch.no_grad():
+        graph, output = capture(lambda: layer(x))
+        layer.weight.zero_()
+        graph.replay()
+    assert torch.equal(output, torch.zeros(1, 4))
+
+
+def test_an_attribute_set_in_the_forward_shows_the_replay() -> None:
+    """A tensor that the model keeps lies in the graph's memory: it must follow the replays, as beside a GPU."""
+    x = torch.ones(4)
+    kept = {}
+
+    def forward() -> torch.Tensor:
+        kept["half"] = (x * 2)[:2]
+        return x + 1
+
+    graph, _ = capture(forward)
+    x.fill_(5)
+    graph.replay()
+    assert torch.equal(kept["half"], torch.full((2,), 10.0))
+
+
+def test_memory_freed_in_a_capture_is_used_again_in_it() -> None:
+    x = torch.ones(1 << 20)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(50):
+            y = y + 1
+        return y
+
+    pool = GraphMemoryPool(ADAPTER)
+    graph, output = capture(chain, pool)
+    assert pool.handle.peak_bytes == 2 * x.nbytes
+    graph.replay()
+    assert torch.equal(output, x + 50)
+
+
+def test_a_smaller_capture_takes_no_memory_beside_a_larger_one() -> None:
+    x = torch.randn(64, 4096)
+    pool = GraphMemoryPool(ADAPTER)
+
+    def forward(rows: int) -> Callable[[], torch.Tensor]:
+        return lambda: ((x[:rows] * 2).softmax(-1) @ x[:rows].t()).relu()
+
+    graphs = {}
+    for rows in (64, 32, 7, 1):
+        graph, output = capture(forward(rows), pool)
+        graphs[rows] = graph, ADAPTER.weak_outputs([output], pool)[0]
+        del output
+        if rows == 64:
+            reserved = pool.handle.reserved_bytes
+    assert pool.handle.reserved_bytes == reserved
+    assert pool.handle.live_bytes == 0
+    for rows in (64, 1, 32, 7, 64):
+        graph, output = graphs[rows]
+        graph.replay()
+        assert torch.equal(output, forward(rows)())
+
+
+def test_a_strong_output_keeps_its_memory_from_later_captures() -> None:
+    x = torch.randn(16)
+    pool = GraphMemoryPool(ADAPTER)
+    first, kept = capture(lambda: x + 1, pool)
+    second, _ = capture(lambda: x + 2, pool)
+    first.replay()
+    second.replay()
+    assert torch.equal(kept, x + 1)
+
+
+def test_host_memory_that_dies_during_a_capture_is_not_taken_for_a_new_tensor() -> None:
+    """A new storage may get the address of a dead one; its operators must be recorded all the same."""
+    x = torch.ones(16)
+    declared = [torch.zeros(16) for _ in range(64)]
+    for tensor in declared:
+        ADAPTER.declare_host(tensor)
+
+    def forward() -> torch.Tensor:
+        declared.clear()
+        y = x
+        for _ in range(64):
+            y = y + 1
+        return y
+
+    graph, output = capture(forward)
+    graph.replay()
+    assert len(graph.tape) == 64
+    assert torch.equal(output, x + 64)
+
+
+def test_the_memory_goes_with_the_last_graph_and_tensor() -> None:
+    gc.collect()
+    before = len(TapeMemory.all())
+    pool = GraphMemoryPool(ADAPTER)
+    x = torch.ones(8)
+    graph, output = capture(lambda: x + 1, pool)
+    memory = weakref.ref(pool.handle)
+    assert len(TapeMemory.all()) == before + 1
+    graph.reset()
+    del graph, output
+    gc.collect()
+    assert memory() is None
+    assert len(TapeMemory.all()) == before
+
+
+def test_a_pool_is_renewed_once_its_last_graph_is_reset() -> None:
+    pool = GraphMemoryPool(ADAPTER)
+    x = torch.ones(8)
+    (first, _), (second, _) = capture(lambda: x + 1, pool), capture(lambda: x + 1, pool)
+    handle = pool.handle
+    assert pool.graphs == 2
+    first.reset()
+    first.reset()
+    assert pool.graphs == 1
+    assert pool.handle is handle
+    second.reset()
+    assert pool.graphs == 0
+    assert pool.handle is not handle
+
+
+@pytest.mark.parametrize("replay_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("capture_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_replay_gives_the_same_in_every_grad_and_autocast_state(capture_mode: Any, replay_mode: Any) -> None:
+    layer = torch.nn.Linear(4, 4)
+    cache = torch.zeros(3, 4)
+    x = torch.randn(3, 4)
+
+    def forward() -> torch.Tensor:
+        y = layer(x)
+        cache.copy_(y.detach())
+        return y.relu()
+
+    with capture_mode():
+        graph, output = capture(forward)
+    with torch.no_grad():
+        want = layer(x).relu()
+    with replay_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        graph.replay()
+    assert torch.equal(output.detach(), want)
+    assert torch.equal(cache.relu(), want)
+    assert not cache.requires_grad
+
+
+def test_autocast_in_the_capture_is_kept_by_the_replay() -> None:
+    x = torch.randn(4, 4)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            graph, output = capture(lambda: x @ x)
+            want = x @ x
+        graph.replay()
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, want)
+
+
+def test_an_inference_tensor_that_the_model_writes_can_be_replayed_from_outside() -> None:
+    with torch.inference_mode():
+        cache = torch.zeros(4)
+    x = torch.ones(4)
+    with torch.inference_mode():
+        graph, _ = capture(lambda: cache.add_(x))
+    graph.replay()
+    assert torch.equal(cache, x)
+
+
+def test_conjugated_and_negated_views_replay() -> None:
+    z = torch.randn(4, dtype=torch.complex64)
+    graph, output = capture(lambda: ((z * 2).conj() * z, (z + 1).conj().imag + 1))
+    graph.replay()
+    assert torch.equal(output[0], (z * 2).conj() * z)
+    assert torch.equal(output[1], (z + 1).conj().imag + 1)
+
+
+def test_an_operator_without_a_fake_kernel_is_named() -> None:
+    library = torch.library.Library("devicegraph_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", lambda x: x + 1, "CPU")
+    x = torch.ones(4)
+    with pytest.raises(devicegraph.CaptureError) as caught:
+        capture(lambda: torch.ops.devicegraph_test.opaque(x))
+    assert (caught.value.code, caught.value.operator) == ("no-fake-kernel", "devicegraph_test::opaque")
+    library._destroy()
+
+
+def test_a_tensor_subclass_is_recorded_by_the_operators_it_lowers_to() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b = torch.randn(4), torch.randn(4)
+    graph, output = capture(lambda: (TwoTensor(a, b) + 1).a * 2)
+    assert "aten::add.Tensor" in graph.tape.operators()
+    a.fill_(3)
+    graph.replay()
+    assert torch.equal(output, torch.full((4,), 8.0))
+
+
+def test_an_exception_in_the_block_passes_through_and_leaves_nothing() -> None:
+    pool = GraphMemoryPool(ADAPTER)
+    x = torch.ones(4)
+    error = ValueError("from the model")
+
+    def forward() -> None:
+        _ = x + 1
+        raise error
+
+    with pytest.raises(ValueError, match="from the model") as caught:
+        capture(forward, pool)
+    assert caught.value is error
+    del caught
+    assert pool.graphs == 0
+    assert not ADAPTER.is_capturing()
+    error.__traceback__ = None
+    gc.collect()
+    assert pool.handle.live_bytes == 0
+
+
+def test_replay_of_an_empty_or_reset_graph_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="holds no capture"):
+        ADAPTER.graph().replay()
+    x = torch.ones(4)
+    graph, _ = capture(lambda: x + 1)
+    graph.reset()
+    with pytest.raises(RuntimeError, match="holds no capture"):
+        graph.replay()
+
+
+@pytest.mark.parametrize(("mode", "survives"), [("global", False), ("thread_local", True), ("relaxed", True)])
+def test_another_thread_that_waits_breaks_a_capture_in_global_mode_only(mode: str, survives: bool) -> None:
+    x = torch.ones(4)
+    seen: list[BaseException] = []
+
+    def wait_elsewhere() -> None:
+        try:
+            ADAPTER.synchronize()
+        except devicegraph.CaptureError as error:
+            seen.append(error)
+
+    def forward() -> torch.Tensor:
+        thread = threading.Thread(target=wait_elsewhere)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    if survives:
+        graph, output = capture(forward, mode=mode)
+        graph.replay()
+        assert torch.equal(output, x + 1)
+        assert not seen
+    else:
+        with pytest.raises(devicegraph.CaptureError) as caught:
+            capture(forward, mode=mode)
+        assert caught.value.code == "synchronize"
+        assert [error.code for error in seen] == ["synchronize"]
+
+
+def test_two_threads_capture_at_the_same_time() -> None:
+    barrier = threading.Barrier(2)
+    outputs: dict[int, tuple[TapeGraph, torch.Tensor, torch.Tensor]] = {}
+
+    def work(which: int) -> None:
+        x = torch.full((4,), float(which))
+
+        def forward() -> torch.Tensor:
+            barrier.wait()
+            y = x * 3
+            barrier.wait()
+            return y + 1
+
+        graph, output = capture(forward)
+        outputs[which] = graph, output, x
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for graph, output, x in outputs.values():
+        graph.replay()
+        assert torch.equal(output, x * 3 + 1)
+
+
+def test_asynchronous_collectives_are_captured_unexecuted_and_waited_for_on_replay() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        x = torch.ones(1 << 16)
+        gathered = [torch.zeros_like(x)]
+
+        def forward() -> torch.Tensor:
+            y = x * 2
+            work = dist.all_reduce(y, async_op=True)
+            work.wait()
+            dist.all_gather(gathered, y)
+            return gathered[0] + 1
+
+        graph, output = capture(forward)
+        assert not gathered[0].any()
+        graph.replay()
+        assert torch.equal(output, x * 2 + 1)
+    finally:
+        dist.destroy_process_group()
+        os.environ.pop("MASTER_ADDR", None)
