@@ -22,6 +22,7 @@ __all__ = [
     "SlotLayout",
     "__version__",
     "decode_buckets",
+    "is_slot_dtype",
     "prefill_buckets",
 ]
 
@@ -427,6 +428,9 @@ def prefill_buckets(
 
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""
+
+def is_slot_dtype(name: str, /) -> bool:
+    """Whether a slot can have elements of that dtype: torch's name, or an alias, with or without `torch.`."""
 
 @final
 class SlotLayout:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from devicegraph._core import is_slot_dtype
 from devicegraph.errors import SlotError
 
 if TYPE_CHECKING:
@@ -127,12 +128,16 @@ class GraphSlot:
         origins = [self.source_fn is not None, self.value_fn is not None, not self.copy_from_fb]
         name, dtype, policy = _given(self.name), _given(self.dtype), _given(self.padding_policy)
         parts = name.split(".") if isinstance(name, str) else [""]
-        if not all(part.isidentifier() for part in parts) or self.name == "batch_size":
-            raise fault(self.name, "bad-name", "is no name for a slot", hint="use a field of the batch, as `input_ids`")
+        if not all(part.isidentifier() for part in parts):
+            raise fault(self.name, "bad-name", "the name is no identifier", hint="name a field, as `input_ids`")
+        if name == "batch_size":
+            raise fault(self.name, "bad-name", "the name is the batch's own size", hint="name a field, as `input_ids`")
         if self.axis not in ("bs", "tokens", "none"):
             raise fault(self.name, "bad-axis", f"`{self.axis}` is no axis", hint="use `bs`, `tokens` or `none`")
         if not isinstance(dtype, torch.dtype):
             raise fault(self.name, "bad-dtype", f"`{self.dtype}` is no dtype", hint="use a torch dtype")
+        if not is_slot_dtype(name_of(dtype)):
+            raise fault(self.name, "unsupported-dtype", f"`{name_of(dtype)}` is no slot dtype")
         if not isinstance(policy, PaddingPolicy):
             allowed = ", ".join(f"`{known.name}`" for known in PaddingPolicy)
             raise fault(self.name, "bad-policy", f"`{policy}` is no padding policy", hint=f"use {allowed}")

@@ -118,7 +118,7 @@ impl SlotFault {
     /// For a size that is no integer, or a boolean, which Python takes for one.
     #[cfg(feature = "python")]
     pub(crate) fn not_a_size(argument: &str, given: &str) -> Self {
-        Self::new("not-a-size", format!("`{argument}`: {given} is no integer")).between("an integer", given)
+        Self::new("not-a-size", format!("`{argument}`: {given} is no size")).between("an integer", given)
     }
 
     pub(crate) fn wrong_rows(slot: &str, expected: usize, given: usize) -> Self {

@@ -25,7 +25,7 @@ mod _core {
     use super::error::PyConfigIssue;
 
     #[pymodule_export]
-    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout};
+    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout, is_slot_dtype};
     #[pymodule_export]
     use super::pool::PoolLedger;
 

@@ -28,6 +28,13 @@ impl From<SlotFault> for PyErr {
     }
 }
 
+/// Whether a slot can have elements of that dtype.
+#[pyfunction]
+#[pyo3(signature = (name, /))]
+pub(super) fn is_slot_dtype(name: &str) -> bool {
+    DType::parse(name).is_some()
+}
+
 /// A registered slot, as the planner sees it.
 #[pyclass(frozen, module = "devicegraph._core")]
 pub(super) struct SlotLayout(slot::SlotLayout);
@@ -101,10 +108,10 @@ impl SlotLayout {
 
 fn integer(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
     // A tensor has an integer value too, but reading it would wait for the device.
-    if value.is_instance_of::<PyInt>() && !value.is_instance_of::<PyBool>() {
-        Ok(value.extract()?)
-    } else {
-        Err(SlotFault::not_a_size(argument, &value.repr()?.to_string()).into())
+    let is_integer = value.is_instance_of::<PyInt>() && !value.is_instance_of::<PyBool>();
+    match if is_integer { value.extract().ok() } else { None } {
+        Some(size) => Ok(size),
+        None => Err(SlotFault::not_a_size(argument, &value.repr()?.to_string()).into()),
     }
 }
 
