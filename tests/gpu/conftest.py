@@ -40,6 +40,7 @@ def reserved() -> Iterator[None]:
     def level() -> int:
         gc.collect()
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # no graph is alive that was captured with one
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 

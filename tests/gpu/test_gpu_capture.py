@@ -153,7 +153,7 @@ def test_out_of_memory_at_a_bucket_drops_it_and_the_others_serve(reserved: None)
 def test_memory_comes_back_after_close_however_often_runners_are_made(reserved: None) -> None:
     engine = ToyEngine("cuda", max_bs=8)
     levels = []
-    for _ in range(5):
+    for _ in range(6):
         with runner_for(engine) as runner:
             runner.capture()
             runner.run(engine.batch([3, 5]))
@@ -161,7 +161,8 @@ def test_memory_comes_back_after_close_however_often_runners_are_made(reserved: 
         gc.collect()
         torch.cuda.empty_cache()
         levels.append(torch.cuda.memory_reserved())
-    assert len(set(levels)) == 1
+    # The first one brings the workspaces that libraries keep for the capture stream.
+    assert len(set(levels[1:])) == 1
 
 
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
@@ -192,10 +193,10 @@ def test_another_thread_may_allocate_while_a_graph_is_captured(mode: Any) -> Non
     assert not errors
 
 
-def test_buffers_made_in_inference_mode_serve_outside_of_it_and_the_reverse() -> None:
+def test_a_runner_made_and_captured_in_inference_mode_serves_outside_of_it_and_the_reverse() -> None:
     for make, use in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        engine = ToyEngine("cuda", max_bs=4)
         with make():
-            engine = ToyEngine("cuda", max_bs=4)
             runner = runner_for(engine)
             runner.capture()
         with use():

@@ -9,6 +9,7 @@ are `BaseCudaGraphBackend` classes.
 from __future__ import annotations
 
 import importlib
+import threading
 import traceback
 import weakref
 from abc import ABC, abstractmethod
@@ -46,6 +47,21 @@ def shared_graph_pool(adapter: DeviceAdapter) -> GraphMemoryPool:
     if pool is None:
         pool = _shared_pools[adapter.device] = GraphMemoryPool(adapter)
     return pool
+
+
+_threads = threading.local()
+
+
+def _capture_stream(adapter: DeviceAdapter) -> Any:
+    """The stream that this thread captures on: one for each device.
+
+    Libraries keep a workspace for each stream that they were used on (cuBLAS 32 MiB on a large GPU), for good: a stream
+    of its own for every runner would cost as much for every runner that is ever made.
+    """
+    streams: dict[torch.device, Any] = _threads.__dict__.setdefault("streams", {})
+    if adapter.device not in streams:
+        streams[adapter.device] = adapter.stream()
+    return streams[adapter.device]
 
 
 class BaseCudaGraphBackend(ABC):
@@ -88,13 +104,12 @@ class BaseCudaGraphBackend(ABC):
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
-        """Makes `stream`, or one of the backend's own, current for a series of captures and yields it.
+        """Makes `stream`, or this thread's capture stream, current for a series of captures and yields it.
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
         after sees what the warm-ups wrote.
         """
-        if self._stream is None or stream is not None:
-            self._stream = stream if stream is not None else self.adapter.stream()
+        self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
         self.adapter.empty_cache()
         with self.adapter.stream_context(self._stream):

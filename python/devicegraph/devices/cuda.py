@@ -42,7 +42,7 @@ class CudaDevice(DeviceAdapter):
 
     def __init__(self, device: torch.device) -> None:
         index = device.index
-        if index is None:  # type: ignore[redundant-expr]  # torch declares an int and gives None
+        if index is None:  # torch declares an int, and gives None for `cuda`
             index = torch.cuda.current_device()  # type: ignore[unreachable]
         super().__init__(torch.device("cuda", index))
 
@@ -110,16 +110,19 @@ class CudaDevice(DeviceAdapter):
         """Gives back what a failed capture had allocated.
 
         A capture that ended well enough is dropped by `reset`. Where its end failed, torch believes that it goes on:
-        the device allocator can be told otherwise, the allocator of pinned memory cannot, and refuses the handle from
-        then on. So the pool goes on with a fresh handle; graphs captured before keep the old one's memory.
+        the device's allocator can be told otherwise, the allocator of pinned memory cannot, and refuses the handle from
+        then on. Nor does torch take a handle again whose last graph is gone. In both cases the pool goes on with
+        another one; graphs that were captured before keep the old one's memory.
         """
         graph.raw.reset()
-        ended = True
-        with contextlib.suppress(Exception):
+        try:
             torch._C._cuda_endAllocateToPool(self.device.index, handle)
-            ended = False
-        if not ended:
+        except RuntimeError:  # it had ended
+            is_usable = pool.graphs > 0
+        else:
             torch._C._cuda_releasePool(self.device.index, handle)
+            is_usable = False
+        if not is_usable:
             pool.renew()
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
