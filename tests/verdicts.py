@@ -184,7 +184,6 @@ _table(
     argmax=lambda s: s.x.argmax(-1),
     cumsum=lambda s: s.x.cumsum(0),
     median=lambda s: s.x.median(),
-    quantile=lambda s: torch.quantile(s.x, 0.5),
     searchsorted=lambda s: torch.searchsorted(s.x[:, 0].sort()[0], s.y[:, 0].contiguous()),
     attention=lambda s: F.scaled_dot_product_attention(*[s.x.view(1, 1, 8, 4)] * 3, is_causal=True),
     attention_with_a_mask=lambda s: F.scaled_dot_product_attention(

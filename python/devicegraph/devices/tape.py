@@ -195,7 +195,9 @@ class Recorder(TorchDispatchMode):
     def _record_collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collectives of `torch.distributed` write their first argument and return it beside a handle to wait on."""
         self._in_capture(func.name())
-        work = torch._C._distributed_c10d.FakeWork().boxed()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        work = torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
         aliased = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
         self.tape.append(_Call(func, aliased[0], aliased[1], outputs=(), waits=True))
         return (args[0], work) if len(func._schema.returns) > 1 else work
