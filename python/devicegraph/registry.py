@@ -14,7 +14,7 @@ from devicegraph.batches import read_fields, replaced
 from devicegraph.errors import SlotError
 from devicegraph.fill import FillExecutor, FillProgram, ForeachExecutor, HostValues
 from devicegraph.pool import input_buffer_pool
-from devicegraph.registration import check_bound, find_shape, lay_out, span_bytes
+from devicegraph.registration import check_bound, find_shape, lay_out, numbered, span_bytes
 from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, name_of, row_major
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
@@ -60,7 +60,7 @@ class CudaGraphBufferRegistry:
                 message = f"`{argument}`: {size!r} is no size"
                 raise SlotError(message, code="bad-capacity", hint="use an integer of at least 1", given=repr(size))
         #: With its number: `cuda:0`.
-        self.device = _in_full(device)
+        self.device = numbered(device)
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
@@ -97,12 +97,11 @@ class CudaGraphBufferRegistry:
         if bind is not None and slot.buffer is not None and bind is not slot.buffer:
             raise fault(slot.name, "bound-twice", "has a buffer of its own besides `bind`", hint="give one of them")
         bound = slot.buffer if bind is None else bind
-        device = self.device if slot.device is None else _in_full(slot.device)
+        device = self.device if slot.device is None else numbered(slot.device)
         shape = find_shape(slot, self.max_bs, self.max_num_tokens)
         if bound is not None:
             check_bound(slot, bound, shape, device, self._slots.values())
-        sizes = {"max_bs": self.max_bs, "max_num_tokens": self.max_num_tokens}
-        layout = lay_out(slot, shape, device, bound=bound, **sizes)
+        layout = lay_out(slot, shape, device, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens, bound=bound)
         if bound is not None:
             buffer = bound
         elif self.share_pool:
@@ -379,19 +378,6 @@ def _is_in_place(source: torch.Tensor, slot: GraphSlot) -> bool:
         # Rows shorter than the slot's are padded before they are copied.
         and (slot.trailing == "exact" or source.shape[-1] == buffer.shape[-1])
     )
-
-
-def _in_full(device: torch.device | str | int) -> torch.device:
-    """The device with its number: `cuda` is the current one."""
-    try:
-        return torch.empty(0, device=device).device
-    except (
-        AssertionError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # torch without the device's support, or no device at all
-        message = f"`{device}` is no device of this machine"
-        raise SlotError(message, code="bad-device", given=str(device)) from error
 
 
 _Value = TypeVar("_Value")
