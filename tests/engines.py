@@ -26,8 +26,9 @@ class Batch:
 class ToyEngine:
     """Embeds, writes the cache, attends (linearly) to the live positions of each request, and gives logits.
 
-    The result of a row depends on its token, its position and what its cache row holds, and on no other row. All values are
-    small integers in float32, so that every order of summation, on any device and at any shape, gives the same bits.
+    The result of a row depends on its token, its position and what its cache row holds, and on no other row. All values
+    are small integers in float32, so that every order of summation, on any device and at any shape, gives the same
+    bits.
     """
 
     def __init__(self, device: str | torch.device = "cpu", max_bs: int = 8, tokens_per_request: int = 1) -> None:

@@ -13,11 +13,12 @@ import torch
 
 import devicegraph
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
-from devicegraph.devices.cpu import TapeGraph
 from devicegraph.devices.tape_memory import TapeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from devicegraph.devices.cpu import TapeGraph
 
 ADAPTER = get_device_adapter("cpu")
 

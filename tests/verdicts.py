@@ -1,21 +1,24 @@
 """What a capture allows and what it refuses: the one table that the CPU tape and a GPU are both held to.
 
-Each construct is a function of a `Setting` that is captured once. A verdict is `ALLOWED` (replays equal eager runs on the
-inputs of the moment), `RANDOM` (allowed, and two replays differ), or the code of the refusal; on a device other than the
-tape the code is not known, and the same construct must simply fail.
+Each construct is a function of a `Setting` that is captured once. A verdict is `ALLOWED` (replays equal eager runs on
+the inputs of the moment), `RANDOM` (allowed, and two replays differ), or the code of the refusal; a device other than
+the tape does not tell codes, and the same construct must fail there.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+
+from devicegraph import CaptureError, GraphMemoryPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from devicegraph.devices import DeviceAdapter
+    from devicegraph import DeviceAdapter
 
 ALLOWED = "allowed"
 RANDOM = "random"
@@ -309,10 +312,74 @@ def wait_for_an_event_from_outside(s: Setting) -> torch.Tensor:
 
 @construct("nested-capture")
 def capture_inside_a_capture(s: Setting) -> None:
-    from devicegraph.devices import GraphMemoryPool
-
     inner = s.adapter.graph()
     with s.adapter.capture(
         inner, pool=GraphMemoryPool(s.adapter), stream=s.adapter.stream(), capture_error_mode="thread_local"
     ):
         s.held = s.x * 2
+
+
+def of(*verdicts: str) -> list[Any]:
+    """The constructs with one of these verdicts, as parameters of a test."""
+    return [pytest.param(c, id=c.name) for c in CONSTRUCTS if c.verdict in verdicts]
+
+
+def capture(adapter: DeviceAdapter, construct: Construct, setting: Setting) -> tuple[Any, Any]:
+    graph = adapter.graph()
+    pool = GraphMemoryPool(adapter)
+    adapter.synchronize()
+    with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        output = construct.run(setting)
+    return graph, output
+
+
+def check_allowed(adapter: DeviceAdapter, construct: Construct) -> None:
+    """A capture executes nothing, and each replay gives what an eager run on the inputs of the moment gives."""
+    captured, eager = Setting(adapter), Setting(adapter)
+    construct.run(Setting(adapter))  # what a device makes lazily must be there, as after a runner's warm-ups
+    graph, output = capture(adapter, construct, captured)
+    for name, value in vars(eager).items():
+        if isinstance(value, torch.Tensor) and name != "held":
+            assert torch.equal(getattr(captured, name), value), f"capturing changed `{name}`"
+    for _ in range(2):
+        captured.change_inputs()
+        eager.change_inputs()
+        graph.replay()
+        want = construct.run(eager)
+        adapter.synchronize()
+        assert torch.equal(output, want)
+
+
+def check_random(adapter: DeviceAdapter, construct: Construct) -> None:
+    """A capture leaves the generator alone; replays advance it; the same seed gives the same numbers again."""
+    construct.run(Setting(adapter))
+    get_state = torch.get_rng_state if adapter.type == "cpu" else torch.get_device_module(adapter.type).get_rng_state
+    setting = Setting(adapter)
+    state = get_state()
+    graph, output = capture(adapter, construct, setting)
+    assert torch.equal(get_state(), state)
+    graph.replay()
+    first = output.clone()
+    graph.replay()
+    assert not torch.equal(output, first)
+    torch.manual_seed(7)
+    graph.replay()
+    first.copy_(output)
+    torch.manual_seed(7)
+    graph.replay()
+    assert torch.equal(output, first)
+
+
+def check_refused(adapter: DeviceAdapter, construct: Construct) -> Exception:
+    """The construct fails, and the device is as it was: the stream, and the ability to capture."""
+    stream = adapter.current_stream()
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - every device has exceptions of its own
+        capture(adapter, construct, Setting(adapter))
+    assert adapter.current_stream() == stream
+    assert not adapter.is_capturing()
+    setting = Setting(adapter)
+    graph, output = capture(adapter, Construct("after", lambda s: s.x + 1, ALLOWED), setting)
+    graph.replay()
+    assert torch.equal(output, setting.x + 1)
+    assert isinstance(caught.value, CaptureError) or adapter.type != "cpu"
+    return caught.value

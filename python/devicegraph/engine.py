@@ -33,9 +33,13 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_bs", "max_num_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"limits.{name}: {value!r} is not an integer of at least 1", code="limit-invalid")
+            check_count(f"limits.{name}", getattr(self, name))
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuses what is no integer of at least 1; `True` is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {value!r} is not an integer of at least 1", code="limit-invalid")
 
 
 class StaticBatch(SimpleNamespace):
@@ -52,8 +56,8 @@ class ModelRunner(Protocol):
     """What a runner asks of an engine. `device`, `limits` and `forward` are needed; every other member is optional.
 
     The hooks that prepare metadata take the batch that the forward will see (the padded static batch under a graph, the
-    engine's own in an eager step) and the graph's key, None in an eager step. They run in this order, in capture (before
-    each warm-up's first use), on every replay and in every eager step:
+    engine's own in an eager step) and the graph's key, None in an eager step. They run in this order, in capture
+    (before each warm-up's first use), on every replay and in every eager step:
 
     `prepare_metadata` -> `upgrade_metadata` -> [`prepare_in_graph` -> `forward`], the bracket being what is captured.
     """
@@ -72,8 +76,8 @@ class Hooks:
         sizes: `sizes(batch) -> (requests, tokens)`; by default `batch.batch_size` and the rows of `batch.input_ids`.
         make_batch: `make_batch(views, key) -> batch`, the static batch from the padded views of the slots by name; by
             default a `StaticBatch`. A slot that it leaves out, or sets to None, is not exposed to the graph.
-        pre_replay: `pre_replay(batch)`, once a step and before anything is written, graph or eager; waits that the model
-            itself would do belong here, since a replay runs no Python. What it raises prevents the step.
+        pre_replay: `pre_replay(batch)`, once a step and before anything is written, graph or eager; waits that the
+            model itself would do belong here, since a replay runs no Python. What it raises prevents the step.
         prepare_metadata: `prepare_metadata(batch, key)`, outside the graph.
         upgrade_metadata: `upgrade_metadata(batch, key)`, right after it, in the same places.
         prepare_in_graph: `prepare_in_graph(batch, key)`, recorded at the head of the capture.
@@ -86,7 +90,9 @@ class Hooks:
     """
 
     def __init__(self, engine: Any) -> None:
-        find = lambda name, default: getattr(engine, name, None) or default  # noqa: E731
+        def find(name: str, default: Any) -> Any:
+            return getattr(engine, name, None) or default
+
         self.sizes: Callable[[Any], tuple[int, int]] = find("sizes", _default_sizes)
         self.make_batch: Callable[[dict[str, torch.Tensor], ShapeKey], Any] = find("make_batch", _default_make_batch)
         self.pre_replay: Callable[[Any], None] | None = find("pre_replay", None)

@@ -35,11 +35,11 @@ def map_tensors(output: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return mapped
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         # Not `dataclasses.replace`: it runs `__init__`, and refuses fields that it does not take.
-        mapped = copy.copy(output)
+        replaced = copy.copy(output)
         for field in dataclasses.fields(output):
             if hasattr(output, field.name):
-                object.__setattr__(mapped, field.name, map_tensors(getattr(output, field.name), function))
-        return mapped
+                object.__setattr__(replaced, field.name, map_tensors(getattr(output, field.name), function))
+        return replaced
     return output
 
 
@@ -59,8 +59,8 @@ def replace_tensors(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
 class RowAxis(NamedTuple):
     """Where one tensor of an output has a row for each unit of the bucket: `scale * size + offset` along `axis`.
 
-    The unit is the bucket's, requests in decode and tokens in prefill: with 4 tokens a request, logits `[4 * bs, vocab]`
-    have the scale 4. Cumulative lengths `[bs + 1]` have the offset 1.
+    The unit is the bucket's, requests in decode and tokens in prefill: with 4 tokens a request, logits `[4 * bs,
+    vocab]` have the scale 4. Cumulative lengths `[bs + 1]` have the offset 1.
     """
 
     axis: int
@@ -80,7 +80,8 @@ def shapes_of(output: Any) -> list[tuple[int, ...]]:
 def infer_row_axes(
     first: Sequence[tuple[int, ...]], first_size: int, second: Sequence[tuple[int, ...]], second_size: int
 ) -> tuple[RowAxis | None, ...]:
-    """The row axis of each tensor, from the shapes at two sizes; None for a tensor whose shape does not follow the size.
+    """The row axis of each tensor, from the shapes at two sizes; None for a tensor whose shape does not follow the
+    size.
 
     Raises:
         CaptureError: `output-rows`, where the structure differs between the sizes, or a tensor follows the size in more

@@ -17,8 +17,8 @@ class Proposal:
 
     Attributes:
         graph: in a step, whether this rank could replay a graph; after a captured bucket, whether it has the graph.
-        size: in a step, the live size on this rank in units of the bucket (requests in decode, tokens in prefill), 0 when
-            it is idle; after a captured bucket, the bucket.
+        size: in a step, the live size on this rank in units of the bucket (requests in decode, tokens in prefill), 0
+            when it is idle; after a captured bucket, the bucket.
     """
 
     graph: bool

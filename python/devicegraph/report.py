@@ -20,8 +20,8 @@ class CapturedBucket:
         key: the graph's key.
         seconds: warm-ups and capture, wall clock.
         reserved_bytes: what the allocator's reserved memory grew by.
-        device_bytes: what the device's free memory shrank by, the graph's executable included; None where the device does
-            not tell.
+        device_bytes: what the device's free memory shrank by, the graph's executable included; None where the device
+            does not tell.
     """
 
     key: ShapeKey

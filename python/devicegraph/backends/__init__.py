@@ -2,13 +2,14 @@
 
 A backend knows shape keys, captured graphs and outputs; it knows nothing of batches, buckets or padding, which are the
 runner's. The backends of this package are in the table below; others come through the entry point group
-`devicegraph.backends`, under names `<device>:<backend>` with the configuration's word for the backend, and their values are
-`BaseCudaGraphBackend` classes.
+`devicegraph.backends`, under names `<device>:<backend>` with the configuration's word for the backend, and their values
+are `BaseCudaGraphBackend` classes.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 import traceback
 import weakref
 from abc import ABC, abstractmethod
@@ -46,6 +47,21 @@ def shared_graph_pool(adapter: DeviceAdapter) -> GraphMemoryPool:
     if pool is None:
         pool = _shared_pools[adapter.device] = GraphMemoryPool(adapter)
     return pool
+
+
+_threads = threading.local()
+
+
+def _capture_stream(adapter: DeviceAdapter) -> Any:
+    """The stream that this thread captures on: one for each device.
+
+    Libraries keep a workspace for each stream that they were used on (cuBLAS 32 MiB on a large GPU), for good: a stream
+    of its own for every runner would cost as much for every runner that is ever made.
+    """
+    streams: dict[torch.device, Any] = _threads.__dict__.setdefault("streams", {})
+    if adapter.device not in streams:
+        streams[adapter.device] = adapter.stream()
+    return streams[adapter.device]
 
 
 class BaseCudaGraphBackend(ABC):
@@ -88,13 +104,12 @@ class BaseCudaGraphBackend(ABC):
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
-        """Makes `stream`, or one of the backend's own, current for a series of captures and yields it.
+        """Makes `stream`, or this thread's capture stream, current for a series of captures and yields it.
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
         after sees what the warm-ups wrote.
         """
-        if self._stream is None or stream is not None:
-            self._stream = stream if stream is not None else self.adapter.stream()
+        self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
         self.adapter.empty_cache()
         with self.adapter.stream_context(self._stream):
@@ -120,7 +135,8 @@ class BaseCudaGraphBackend(ABC):
             post_warmup_hook: called after every warm-up, never inside the capture.
 
         Returns:
-            The output of `forward_fn`, whose tensors lie in the graph memory pool and are overwritten by each replay there.
+            The output of `forward_fn`, whose tensors lie in the graph memory pool and are overwritten by each replay
+            there.
 
         Raises:
             CaptureError: with the phase, the key, and the cause chained. There is no graph for the key then, and
@@ -181,8 +197,8 @@ def _one_line(error: Exception) -> str:
 
 def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> CaptureError:
     """The error for a capture that failed because of `cause`, to be raised from it."""
-    # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the error.
-    # What they show of the source stays.
+    # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the
+    # error. What they show of the source stays.
     seen: BaseException | None = cause
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -206,8 +222,8 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
     """The class of a backend on a device.
 
     Raises:
-        BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an entry
-            point cannot be loaded.
+        BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an
+            entry point cannot be loaded.
     """
     name = f"{device_type}:{backend}"
     if name in _BACKENDS:
@@ -238,6 +254,7 @@ def resolve_decode_backend(runner: BaseCudaGraphRunner) -> BaseCudaGraphBackend 
         BackendError: see `backend_class`.
     """
     word = runner.config.decode.backend
+    assert word is not None  # a configuration names one for every phase
     if word == "disabled":
         return None
     return backend_class(runner.adapter.type, word)(

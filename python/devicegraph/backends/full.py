@@ -23,8 +23,8 @@ class _Captured(NamedTuple):
 class FullCudaGraphBackend(BaseCudaGraphBackend):
     """One graph for each shape key, all in one graph memory pool.
 
-    Outputs are held weakly: their memory is the pool's, later captures may use it, and a replay writes it anew. Nothing is
-    copied, and a list of buckets takes little more memory than its largest one.
+    Outputs are held weakly: their memory is the pool's, later captures may use it, and a replay writes it anew. Nothing
+    is copied, and a list of buckets takes little more memory than its largest one.
     """
 
     name: ClassVar[str] = "full"

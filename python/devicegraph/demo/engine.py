@@ -1,7 +1,7 @@
 """The engine side: a Llama-family model over a static key-value cache, as a `ModelRunner`.
 
-The cache has a row for each request that can run at once, and row 0 for padding: padded requests read and write there and
-nowhere else. All of it is preallocated, so that a captured graph finds it at the same addresses in every step.
+The cache has a row for each request that can run at once, and row 0 for padding: padded requests read and write there
+and nowhere else. All of it is preallocated, so that a captured graph finds it at the same addresses in every step.
 """
 
 from __future__ import annotations
@@ -104,10 +104,12 @@ class LlamaEngine:
         return self._run(batch.input_ids[:, None], batch.positions[:, None], visible[:, None, None], update)[:, -1]
 
     def prefill(self, token_ids: torch.Tensor, row: int) -> torch.Tensor:
-        """Writes a prompt `[tokens]` into a row of the cache, and returns the logits `[vocabulary]` of its next token."""
+        """Writes a prompt `[tokens]` into a row of the cache; logits `[vocabulary]` of its next token."""
         positions = self._steps[: len(token_ids)]
         visible = positions <= positions[:, None]
-        return self._run(token_ids[None], positions[None], visible[None, None], partial(self._update_prefill, row))[0, -1]
+        return self._run(token_ids[None], positions[None], visible[None, None], partial(self._update_prefill, row))[
+            0, -1
+        ]
 
     def _run(
         self,
@@ -116,7 +118,8 @@ class LlamaEngine:
         visible: torch.Tensor,
         update: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        # A mask of four dimensions is taken as it is; from anything else transformers makes one, reading values on the host.
+        # A mask of four dimensions is taken as it is; from anything else transformers makes one, reading values on the
+        # host.
         output = self._model(
             input_ids=input_ids, position_ids=positions, attention_mask=visible, use_cache=False, update=update
         )

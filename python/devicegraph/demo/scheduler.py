@@ -93,4 +93,5 @@ class Scheduler:
             rows,
             [row * self._max_length + length - 1 for row, length in zip(rows, lengths, strict=True)],
         ]
-        return DecodeBatch(*torch.tensor(columns).to(device).unbind(0), batch_size=len(rows))
+        input_ids, positions, seq_lens, req_pool_indices, out_cache_loc = torch.tensor(columns).to(device)
+        return DecodeBatch(input_ids, positions, seq_lens, req_pool_indices, out_cache_loc, len(rows))

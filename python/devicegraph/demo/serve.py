@@ -42,8 +42,8 @@ class Checks:
         tokens: tokens that were decided by a replay and checked.
         mismatches: tokens for which the eager forward on the same padded batch decides otherwise; none is tolerated.
         bitwise: replays whose logits equal those of the eager forward on the same padded batch bit for bit.
-        raw_differences: tokens for which the eager forward on the unpadded batch decides otherwise. Kernels may add up in
-            another order for another shape, so in bfloat16 a few are normal.
+        raw_differences: tokens for which the eager forward on the unpadded batch decides otherwise. Kernels may add up
+            in another order for another shape, so in bfloat16 a few are normal.
     """
 
     tokens: int = 0

@@ -1,8 +1,8 @@
 """Device adapters: the few things that capture and replay need of a device, in one form for all of them.
 
-Nothing outside this folder names a device. An adapter is found by the type of a `torch.device`: the ones of this package
-in the table below, others through the entry point group `devicegraph.devices`, whose names are device types and whose
-values are `DeviceAdapter` classes.
+Nothing outside this folder names a device. An adapter is found by the type of a `torch.device`: the ones of this
+package in the table below, others through the entry point group `devicegraph.devices`, whose names are device types and
+whose values are `DeviceAdapter` classes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeviceGraph(Protocol):
     """One captured graph. It can be replayed from any stream and thread, one replay at a time in its memory pool."""
 
     def replay(self) -> None:
-        """Launches the recording on the current stream; returns without waiting for it where the device is asynchronous."""
+        """Launches the recording on the current stream, without waiting for it where the device is asynchronous."""
 
     def reset(self) -> None:
         """Drops the recording and its hold on the memory pool. Calling it twice is fine."""
@@ -126,7 +126,7 @@ class GraphMemoryPool:
 
 
 class DeviceAdapter(ABC):
-    """What capture and replay need of one device. Stateless but for the device: several instances may be in use at once."""
+    """What capture and replay need of one device. It holds no state but the device: instances are made freely."""
 
     #: The device type, as in `torch.device(type)`.
     type: ClassVar[str]
@@ -164,8 +164,8 @@ class DeviceAdapter(ABC):
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
         """The same views of the same memory that do not keep it: later captures in the pool may place tensors there.
 
-        The pool's memory itself stays mapped as long as one of its graphs lives. Tensors outside the pool, such as a slot
-        that the forward returns, come back as they are.
+        The pool's memory itself stays mapped as long as one of its graphs lives. Tensors outside the pool, such as a
+        slot that the forward returns, come back as they are.
         """
 
     @abstractmethod
@@ -243,5 +243,5 @@ def _adapter_class(device_type: str) -> type[DeviceAdapter]:
     raise BackendError(
         f"no adapter for device `{device_type}`",
         code="unknown-device",
-        hint=f"known devices: {', '.join(device_types())}; another one comes with the entry point group `{_ENTRY_POINTS}`",
+        hint=f"known are {', '.join(device_types())}; others come through the entry point group `{_ENTRY_POINTS}`",
     )

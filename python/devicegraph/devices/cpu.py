@@ -181,7 +181,8 @@ class CpuDevice(DeviceAdapter):
     """The CPU, through the tape."""
 
     type: ClassVar[str] = "cpu"
-    #: What `declare_host` was told, in the whole process: a slot may be declared through another adapter than captures it.
+    #: What `declare_host` was told, in the whole process: a slot may be declared through another adapter than captures
+    #: it.
     _host: ClassVar[HostMemory] = HostMemory()
 
     def __init__(self, device: torch.device) -> None:

@@ -41,13 +41,15 @@ class CudaDevice(DeviceAdapter):
     type: ClassVar[str] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device.index
+        if index is None:  # torch declares an int, and gives None for `cuda`
+            index = torch.cuda.current_device()  # type: ignore[unreachable]
         super().__init__(torch.device("cuda", index))
 
     @classmethod
     def availability(cls) -> Availability:
         """Whether torch was built for CUDA or HIP and finds a device."""
-        if torch.version.cuda is None and torch.version.hip is None:
+        if not torch.cuda._is_compiled():
             return Availability(
                 False, "this torch was built without CUDA and HIP", "install a torch built for your GPU"
             )
@@ -107,17 +109,20 @@ class CudaDevice(DeviceAdapter):
     def _abandon(self, graph: CudaGraph, pool: GraphMemoryPool, handle: Any) -> None:
         """Gives back what a failed capture had allocated.
 
-        A capture that ended well enough is dropped by `reset`. Where its end failed, torch believes that it goes on: the
-        device allocator can be told otherwise, the allocator of pinned memory cannot, and refuses the handle from then on.
-        So the pool goes on with a fresh handle; graphs captured before keep the old one's memory.
+        A capture that ended well enough is dropped by `reset`. Where its end failed, torch believes that it goes on:
+        the device's allocator can be told otherwise, the allocator of pinned memory cannot, and refuses the handle from
+        then on. Nor does torch take a handle again whose last graph is gone. In both cases the pool goes on with
+        another one; graphs that were captured before keep the old one's memory.
         """
         graph.raw.reset()
-        ended = True
-        with contextlib.suppress(Exception):
+        try:
             torch._C._cuda_endAllocateToPool(self.device.index, handle)
-            ended = False
-        if not ended:
+        except RuntimeError:  # it had ended
+            is_usable = pool.graphs > 0
+        else:
             torch._C._cuda_releasePool(self.device.index, handle)
+            is_usable = False
+        if not is_usable:
             pool.renew()
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
@@ -184,4 +189,4 @@ def _weak(tensor: torch.Tensor) -> torch.Tensor:
     }
     # ADDRESS: the memory is the pool's, and the pool lives as long as the graph that writes it.
     weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)  # type: ignore[no-any-return]
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)

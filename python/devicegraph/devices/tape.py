@@ -1,18 +1,20 @@
 """The CPU tape: records a forward operator by operator without running it, and replays the record on the same storages.
 
-Recording computes shapes only (fake propagation), so a capture changes no cache and no counter. What the record holds is
-addresses, as a device graph does: Python does not run again on replay, a tensor that was replaced after the capture is not
-seen, random operators advance. What a device refuses inside a capture is refused here: see `tape_rules`.
+Recording computes shapes only (fake propagation), so a capture changes no cache and no counter. What the record holds
+is addresses, as a device graph does: Python does not run again on replay, a tensor that was replaced after the capture
+is not seen, random operators advance. What a device refuses inside a capture is refused here: see `tape_rules`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from devicegraph.devices.tape_memory import TapeMemory
 
+#: Composite operators that are recorded whole: one call on replay, and the path that an eager forward takes.
+_RECORDED_WHOLE = frozenset({"aten::linear", "aten::matmul"})
 #: Tensors of these classes are plain; another class gets to lower its operators to plain ones first.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -88,7 +92,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, memory: TapeMemory, host: HostMemory, in_capture: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.tape = Tape()
         self._memory = memory
         self._host = host
@@ -109,8 +113,7 @@ class Recorder(TorchDispatchMode):
         name = func.name()
         if func.namespace == "c10d":
             return self._record_collective(func, args, kwargs)
-        # Under inference mode composite operators arrive whole; their parts are what is checked and recorded. Their alias
-        # notes are no help: `reshape` says that it returns a view also where it copies.
+        # Under inference mode composite operators arrive whole; their parts are what is checked and recorded.
         if _is_composite(name):
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -125,30 +128,28 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if placement is Placement.MIXED:
             args, kwargs = self._host.freeze_scalars(args, kwargs)
+        if _says_view(func):
+            result = func(*args, **kwargs)
+            if _storages(result) <= _storages((args, kwargs)):
+                return result  # metadata only, made for real and not recorded
         return self._record(func, args, kwargs)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sources: dict[int, torch.Tensor] = {}
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, lambda t: self._fake_of(t, sources), (args, kwargs))
         result = self._propagate(func, fake_args, fake_kwargs)
-        leaves = tree_leaves(result)
         written = _written_arguments(func, args, kwargs)
-        if written is None and leaves and all(_storage_of(leaf) in sources for leaf in leaves):
-            return func(*args, **kwargs)  # views only: metadata, made for real and not recorded
         made: list[torch.Tensor | None] = []
         returns = result if isinstance(result, (tuple, list)) and len(func._schema.returns) > 1 else (result,)
         outputs: list[Any] = []
         for position, value in enumerate(returns):
-            if written is not None and position in written:
+            if position in written:
                 outputs.append(written[position])
                 made.extend([None] * len(tree_leaves(written[position])))
             else:
-                outputs.append(tree_map_only(torch.Tensor, lambda fake: self._output(func, fake, sources, made), value))
-        self.tape.append(
-            _Call(
-                func, *tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs)), outputs=tuple(made), waits=False
-            )
-        )
+                outputs.append(tree_map_only(torch.Tensor, lambda fake: self._output(fake, sources, made), value))
+        args, kwargs = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
+        self.tape.append(_Call(func, args, kwargs, outputs=tuple(made), waits=False))
         if not func._schema.returns:
             return None
         return tuple(outputs) if len(func._schema.returns) > 1 else outputs[0]
@@ -169,22 +170,24 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _fake_of(self, tensor: torch.Tensor, sources: dict[int, torch.Tensor]) -> torch.Tensor:
-        # A tensor with a history is looked at without it: torch warns when the gradient of such a tensor is asked for.
-        plain = tensor if tensor.is_leaf else tensor.detach()
-        fake = self._fake.from_tensor(plain, static_shapes=True)
-        sources[_storage_of(fake)] = tensor
-        return fake
+        """A tensor without memory that has the form of `tensor`. By hand: torch's converter takes ten times as long."""
+        form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.is_conj():
+            form = form.conj()
+        if tensor.is_neg():
+            form = torch._neg_view(form)
+        sources[form.untyped_storage()._cdata] = tensor
+        return FakeTensor(self._fake, form, tensor.device)
 
     def _output(
-        self, func: OpOverload, fake: torch.Tensor, sources: dict[int, torch.Tensor], made: list[torch.Tensor | None]
+        self, fake: torch.Tensor, sources: dict[int, torch.Tensor], made: list[torch.Tensor | None]
     ) -> torch.Tensor:
-        source = sources.get(_storage_of(fake))
+        source = sources.get(fake.untyped_storage()._cdata)
         if source is not None:
-            # One output of several is a view of an argument; the others are fresh.
+            # A view of an argument without saying so, such as `_unsafe_view`'s.
             made.append(None)
-            if fake.dtype != source.dtype:
-                raise refuse("no-fake-kernel", func.name())
-            return source.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+            view = source if fake.dtype == source.dtype else source.view(fake.dtype)
+            return view.as_strided(fake.shape, fake.stride(), view.storage_offset() + fake.storage_offset())
         output = self._memory.new(fake.shape, fake.stride(), fake.dtype)
         made.append(self._memory.alias(output))
         return output
@@ -193,25 +196,38 @@ class Recorder(TorchDispatchMode):
         """Collectives of `torch.distributed` write their first argument and return it beside a handle to wait on."""
         self._in_capture(func.name())
         work = torch._C._distributed_c10d.FakeWork().boxed()
-        aliases = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
-        self.tape.append(_Call(func, *aliases, outputs=(), waits=True))
+        aliased = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
+        self.tape.append(_Call(func, aliased[0], aliased[1], outputs=(), waits=True))
         return (args[0], work) if len(func._schema.returns) > 1 else work
 
 
+@functools.cache
 def _is_composite(name: str) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+    composite = has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+    return composite and name not in _RECORDED_WHOLE
 
 
-def _storage_of(tensor: Any) -> int:
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
+@functools.cache
+def _says_view(func: OpOverload) -> bool:
+    """Whether every return is noted as an alias of an argument that is not written.
+
+    Among operators that are not composite the note is true, with `lift_fresh` and its like aside; it is checked all the
+    same.
+    """
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any] | None:
-    """For an operator that writes arguments: which of its returns are they. None for one that writes nothing."""
+def _storages(tree: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def _written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
+    """Which returns of an operator are arguments that it writes, by position."""
     schema = func._schema
     if not schema.is_mutable:
-        return None
+        return {}
     by_alias: dict[frozenset[str], Any] = {}
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,8 +1,9 @@
-"""The tape's graph memory: blocks that are given back when the last tensor on them is gone, in segments that never move.
+"""The tape's graph memory: blocks that are given back when the last tensor on them is gone, in segments that never
+move.
 
 This is what a device's private pool does: what a capture frees is reused later in the same capture and by the captures
-that follow, which is safe because graphs of one pool never replay at the same time. It also means that the tape shows the
-same fault as a device when somebody keeps an address instead of a tensor.
+that follow, which is safe because graphs of one pool never replay at the same time. It also means that the tape shows
+the same fault as a device when somebody keeps an address instead of a tensor.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TapeMemory:
         with torch.inference_mode(False):
             # The storage owns `block`, and the finalizer of `block` is what gives the memory back.
             storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-            return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)  # type: ignore[call-overload, no-any-return]
+            return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in one of the segments."""
@@ -88,7 +89,7 @@ class TapeMemory:
         offset = distance // tensor.itemsize + tensor.storage_offset()
         storage = self._segments[segment].untyped_storage()
         with torch.inference_mode(False):
-            view = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+            view = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
             if tensor.is_conj():
                 view = view.conj()
             return torch._neg_view(view) if tensor.is_neg() else view

@@ -1,9 +1,9 @@
 """What a capture refuses, and why: the rules of a CUDA capture, kept on the CPU tape.
 
-Everything lies in host memory on the tape, so that what would be host memory beside a GPU has to be known by other means:
-tensors that were declared (`DeviceAdapter.declare_host`), literals (`torch.tensor([1, 2])`), factories called without a
-device, and whatever is computed from these alone. Operators on host memory run while the capture is made, as they do on
-CUDA, and are not recorded. All other tensors are the device's, and reading their values is refused.
+Everything lies in host memory on the tape, so that what would be host memory beside a GPU has to be known by other
+means: tensors that were declared (`DeviceAdapter.declare_host`), literals (`torch.tensor([1, 2])`), factories called
+without a device, and whatever is computed from these alone. Operators on host memory run while the capture is made, as
+they do on CUDA, and are not recorded. All other tensors are the device's, and reading their values is refused.
 """
 
 from __future__ import annotations
@@ -209,19 +209,20 @@ class HostMemory:
 
     def _check_index_write(self, func: OpOverload, args: Sequence[Any]) -> None:
         """A boolean mask picks a number of rows that depends on values, unless what is written is one number."""
-        target, indices, value = args[:3]
+        _, indices, value = args[:3]
         masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
         if masks and not (value.numel() == 1 and self.holds(value)):
             raise refuse("data-dependent-shape", func.name())
 
 
 class HostReads(TorchFunctionMode):
-    """Catches what never reaches the dispatcher: reads of a tensor's memory, literals and factories without a device."""
+    """Catches what never reaches the dispatcher: reads of memory, literals, factories without a device."""
 
     def __init__(self, host: HostMemory) -> None:
         super().__init__()
         self._host = host
-        # Inside `torch.device(...)` or after `torch.set_default_device`, a factory without a device makes device tensors.
+        # Inside `torch.device(...)` or after `torch.set_default_device`, a factory without a device makes device
+        # tensors.
         self._default_is_device = any(
             isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
         )

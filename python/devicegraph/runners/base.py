@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from typing_extensions import Self
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from devicegraph.registry import CudaGraphBufferRegistry
     from devicegraph.runners.progress import CaptureProgress
 
-_Self = TypeVar("_Self", bound="BaseCudaGraphRunner")
-
 _ORDERS: Final = ("descending", "ascending")
 _ON_ERROR: Final = ("drop", "raise")
 
@@ -44,8 +42,8 @@ _ON_ERROR: Final = ("drop", "raise")
 class BaseCudaGraphRunner(ABC):
     """Captures the shapes of one phase and runs batches through them, or eagerly, always with a reason.
 
-    A step goes: `pre_replay` hook, choice of the bucket, fill and pad, attention metadata on the padded views, its upgrade,
-    replay. One step at a time; runners that share a graph memory pool take turns.
+    A step goes: `pre_replay` hook, choice of the bucket, fill and pad, attention metadata on the padded views, its
+    upgrade, replay. One step at a time; runners that share a graph memory pool take turns.
 
     Args:
         model_runner: the engine; see `ModelRunner`.
@@ -54,8 +52,8 @@ class BaseCudaGraphRunner(ABC):
         backend: how to capture; by default what the configuration asks for on this device.
         capture_error_mode: see `BaseCudaGraphBackend`.
         order: `descending` captures the largest shape first, so that the smaller ones fit into its memory.
-        on_error: `drop` goes on without a graph that ran out of memory, `raise` stops. Anything else that goes wrong in a
-            capture is raised in both.
+        on_error: `drop` goes on without a graph that ran out of memory, `raise` stops. Anything else that goes wrong in
+            a capture is raised in both.
         clone_outputs: return copies that the caller owns, instead of views that are valid until the next replay in the
             same graph memory pool.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.
@@ -101,7 +99,7 @@ class BaseCudaGraphRunner(ABC):
         self.buckets = self._make_buckets()
         self.buffer_registry = self._make_registry() if registry is None else registry
         for slot in self.buffer_registry.slots:
-            if slot.is_host:
+            if slot.is_host and slot.buffer is not None:
                 self.adapter.declare_host(slot.buffer)
         self.backend = self._resolve_backend() if backend is None else backend
         #: The captured graphs by key; `capture()` fills it.
@@ -137,8 +135,8 @@ class BaseCudaGraphRunner(ABC):
         """Captures every shape, anew if it was done before, and returns what that took. Waits for the device.
 
         Raises:
-            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause. No graph is left then,
-                eager steps work, and `capture()` can be called again.
+            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause. No graph is left
+                then, eager steps work, and `capture()` can be called again.
             ReplayError: the runner is closed.
         """
         self._check_open()
@@ -204,7 +202,8 @@ class BaseCudaGraphRunner(ABC):
     def can_run(self, forward_batch: Any) -> Decision:
         """Whether the batch would be replayed, and if not why. Does not synchronise.
 
-        Where ranks vote this is the vote, so that every rank has to ask once in a step, and give the answer to `replay`.
+        Where ranks vote this is the vote, so that every rank has to ask once in a step, and give the answer to
+        `replay`.
 
         Raises:
             ReplayError: the runner is closed or paused.
@@ -216,8 +215,8 @@ class BaseCudaGraphRunner(ABC):
         """One step: a replay where `can_run` says so, else the eager forward; hooks, metadata and counts in both.
 
         Returns:
-            The output with the real rows, as the forward returns it. After a replay its tensors are views into the graph
-            memory pool, valid until the next replay there, unless the runner was made with `clone_outputs`.
+            The output with the real rows, as the forward returns it. After a replay its tensors are views into the
+            graph memory pool, valid until the next replay there, unless the runner was made with `clone_outputs`.
 
         Raises:
             ReplayError: the runner is closed or paused.

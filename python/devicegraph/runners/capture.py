@@ -1,4 +1,4 @@
-"""The loop over the shapes of a capture: each one measured, voted on and reported, and the rows of the outputs found."""
+"""The loop over the shapes of a capture: each one is measured, voted on and reported; then rows are found."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import gc
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -42,7 +42,7 @@ def compile_in_capture_mode(function: _Function) -> _Function:
     For helpers that a model defines inside its forward: a captured graph gets the compiled form, and eager steps do not
     pay for compiling.
     """
-    return torch.compile(function) if get_is_capture_mode() else function
+    return cast("_Function", torch.compile(function)) if get_is_capture_mode() else function
 
 
 _freeze_lock = threading.Lock()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import torch
 
 from devicegraph.backends import resolve_decode_backend
 from devicegraph.buckets import decode_buckets
-from devicegraph.errors import ConfigError
+from devicegraph.engine import check_count
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner, check_choice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.buckets import Buckets
     from devicegraph.config import CudaGraphConfig
+    from devicegraph.devices import CaptureErrorMode, GraphMemoryPool
     from devicegraph.engine import ModelRunner
+    from devicegraph.outputs import RowAxis
     from devicegraph.registry import CudaGraphBufferRegistry
+    from devicegraph.runners.progress import CaptureProgress
 
 __all__ = ["DecodeCudaGraphRunner", "get_batch_sizes_to_capture"]
 
@@ -64,16 +69,31 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         backend: BaseCudaGraphBackend | None = None,
         mode: Literal["decode", "target_verify", "dllm_extend"] = "decode",
         num_tokens_per_bs: int = 1,
-        **options: Any,
+        capture_error_mode: CaptureErrorMode = "thread_local",
+        order: Literal["descending", "ascending"] = "descending",
+        on_error: Literal["drop", "raise"] = "drop",
+        clone_outputs: bool = False,
+        output_axes: Sequence[RowAxis | None] | None = None,
+        graph_pool: GraphMemoryPool | None = None,
+        progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         check_choice("mode", mode, MODES)
-        if isinstance(num_tokens_per_bs, bool) or not isinstance(num_tokens_per_bs, int) or num_tokens_per_bs < 1:
-            raise ConfigError(
-                f"num_tokens_per_bs: {num_tokens_per_bs!r} is not an integer of at least 1", code="limit-invalid"
-            )
+        check_count("num_tokens_per_bs", num_tokens_per_bs)
         self.mode = mode
         self.num_tokens_per_bs = num_tokens_per_bs
-        super().__init__(model_runner, config=config, registry=registry, backend=backend, **options)
+        super().__init__(
+            model_runner,
+            config=config,
+            registry=registry,
+            backend=backend,
+            capture_error_mode=capture_error_mode,
+            order=order,
+            on_error=on_error,
+            clone_outputs=clone_outputs,
+            output_axes=output_axes,
+            graph_pool=graph_pool,
+            progress=progress,
+        )
 
     def _make_buckets(self) -> Buckets:
         return _buckets(self.model_runner, self.config, self.num_tokens_per_bs)

@@ -1,0 +1,164 @@
+"""What users read: the text of reports, decisions, keys and errors, as it is."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import textwrap
+
+import pytest
+import torch
+
+import devicegraph as dg
+from devicegraph.report import format_bytes
+from engines import ToyEngine
+
+REPORT = dg.CaptureReport(
+    "decode",
+    "full",
+    captured=(
+        dg.CapturedBucket(dg.ShapeKey(64), 0.1234, 32 << 20, 40 << 20),
+        dg.CapturedBucket(dg.ShapeKey(8, None, "lora"), 0.05, 0, 7 << 20),
+    ),
+    dropped=(dg.DroppedCapture(dg.ShapeKey(128), "decode: capturing bucket 128 failed: out of memory"),),
+)
+
+
+def test_a_report_prints_as_a_table() -> None:
+    assert str(REPORT) == textwrap.dedent(
+        """\
+        decode, backend `full`
+        graph                          seconds  reserved    device
+        bucket 64                        0.123  32.0 MiB  40.0 MiB
+        bucket 8 (variant_label=lora)    0.050       0 B   7.0 MiB
+        2 graphs                         0.173  32.0 MiB
+        dropped bucket 128: decode: capturing bucket 128 failed: out of memory"""
+    )
+
+
+def test_a_report_without_graphs_says_why() -> None:
+    report = dg.CaptureReport("decode", "disabled", note="the phase is disabled")
+    assert str(report) == "decode, backend `disabled`: no graphs, the phase is disabled"
+
+
+def test_a_report_exports_plain_values() -> None:
+    exported = json.loads(REPORT.to_json())
+    assert exported["captured"][1] == {
+        "key": {"size": 8, "variant_label": "lora"},
+        "seconds": 0.05,
+        "reserved_bytes": 0,
+        "device_bytes": 7 << 20,
+    }
+    assert exported["dropped"][0]["key"] == {"size": 128}
+    assert (exported["seconds"], exported["reserved_bytes"]) == (REPORT.seconds, 32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (-(3 << 20), "-3.0 MiB"), (5 << 30, "5.0 GiB")],
+)
+def test_bytes_are_given_in_the_unit_that_fits(count: int | None, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_decisions_and_keys_print_what_they_say() -> None:
+    assert repr(dg.Decision("graph", dg.ShapeKey(4))).startswith("Decision('graph', key=ShapeKey(size=4")
+    decision = dg.Decision("field-missing", fields=("a", "b"))
+    assert repr(decision) == "Decision('field-missing', fields=('a', 'b'))"
+    assert decision.reason == "the batch lacks a field that the graph reads: `a`, `b`"
+    assert str(dg.ShapeKey(4)) == "bucket 4"
+
+
+def test_metrics_of_no_steps_are_zero() -> None:
+    metrics = dg.StepMetrics()
+    assert (metrics.steps, metrics.hit_rate, metrics.waste) == (0, 0.0, 0.0)
+
+
+def errors() -> dict[str, BaseException]:
+    """The errors of a runner and its devices, each staged for real."""
+    engine = ToyEngine(max_bs=4)
+    small = dg.CudaGraphConfig(decode={"bs": [2]})
+
+    class Reads(ToyEngine):
+        def forward(self, batch: object) -> object:
+            return super().forward(batch).sum().item()
+
+    class Fails(ToyEngine):
+        def forward(self, batch: object) -> object:
+            raise torch.OutOfMemoryError("no room for 2 GiB")
+
+    closed = dg.DecodeCudaGraphRunner(engine, config=small)
+    closed.close()
+    paused = dg.DecodeCudaGraphRunner(engine, config=small)
+    paused.pause()
+    captured = dg.DecodeCudaGraphRunner(engine, config=small)
+    captured.capture()
+    batch = engine.batch([3, 3, 3])
+    staged = {
+        "closed": lambda: closed.run(batch),
+        "paused": lambda: paused.run(batch),
+        "above-largest": lambda: captured.replay(batch),
+        "host-read": lambda: dg.DecodeCudaGraphRunner(Reads(max_bs=4), config=small).capture(),
+        "out-of-memory": lambda: dg.DecodeCudaGraphRunner(Fails(max_bs=4), config=small, on_error="raise").capture(),
+        "choice-unknown": lambda: dg.DecodeCudaGraphRunner(engine, config=small, order="up"),
+        "limit-invalid": lambda: dg.Limits(max_bs=0, max_num_tokens=1),
+        "unknown-device": lambda: dg.get_device_adapter("meta"),
+        "backend-not-available": lambda: dg.DecodeCudaGraphRunner(
+            engine, config=dg.CudaGraphConfig(decode={"backend": "breakable"})
+        ),
+    }
+    caught: dict[str, BaseException] = {}
+    for code, stage in staged.items():
+        with pytest.raises(dg.DeviceGraphError) as info:
+            stage()
+        assert info.value.code == code
+        caught[code] = info.value
+    return caught
+
+
+SENTENCES = """\
+the decode runner is closed [closed]
+
+hint: make a new one
+---
+the decode runner is paused [paused]
+
+hint: call `resume()` first
+---
+decode: the batch cannot be replayed: the batch is larger than the largest bucket [above-largest]
+
+hint: ask `can_run` first, or call `run`, which falls back to the eager forward
+---
+decode: capturing bucket 2 failed: `aten::_local_scalar_dense` reads a device tensor's value on the host, which a capture cannot do [host-read]
+
+hint: keep the value on the device, or compute it in `prepare_metadata`, which runs outside the graph
+---
+decode: capturing bucket 2 failed: OutOfMemoryError: no room for 2 GiB [out-of-memory]
+
+hint: capture fewer or smaller buckets (`max_bs`, `bs`), or leave the graphs more memory
+---
+order: 'up' is not one of descending, ascending [choice-unknown]
+---
+limits.max_bs: 0 is not an integer of at least 1 [limit-invalid]
+---
+no adapter for device `meta` [unknown-device]
+
+hint: known are cpu, cuda; others come through the entry point group `devicegraph.devices`
+---
+backend `breakable` is not available on device `cpu` [backend-not-available]
+
+hint: on `cpu` there are: full, disabled"""  # noqa: E501
+
+
+def test_the_sentences_of_errors_are_these() -> None:
+    assert "\n---\n".join(str(error) for error in errors().values()) == SENTENCES
+
+
+def test_every_error_survives_pickling() -> None:
+    for error in errors().values():
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert str(copy) == str(error)
+        assert {key: str(value) for key, value in vars(copy).items()} == {
+            key: str(value) for key, value in vars(error).items()
+        }
