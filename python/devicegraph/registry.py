@@ -52,6 +52,8 @@ class CudaGraphBufferRegistry:
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
+        #: Who this is in the printed pool; the factories put their phase here.
+        self.label = f"registry of {max_bs} requests, {max_num_tokens} tokens"
         self._slots: dict[str, GraphSlot] = {}
         self._executor: FillExecutor = ForeachExecutor()
         self._values = HostValues()
@@ -93,8 +95,7 @@ class CudaGraphBufferRegistry:
         if bound is not None:
             buffer = bound
         elif self.share_pool:
-            label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
-            buffer = input_buffer_pool.allocate(slot, shape, device, owner=self, label=label)
+            buffer = input_buffer_pool.allocate(slot, shape, device, owner=self, label=self.label)
         else:
             with torch.inference_mode(False), torch.no_grad():
                 buffer = torch.full(shape, slot.start_value, dtype=slot.dtype, device=device)
