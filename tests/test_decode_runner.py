@@ -661,6 +661,15 @@ def test_an_argument_that_is_none_of_its_choices_is_refused(options: dict[str, A
     assert caught.value.code == code
 
 
+def test_a_registry_that_is_too_small_for_the_largest_bucket_is_refused() -> None:
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(ToyEngine(max_bs=8), registry=registry)
+    assert caught.value.code == "registry-too-small"
+    assert "the largest bucket has 8 and 8" in str(caught.value)
+    runner_for(ToyEngine(max_bs=8), registry=registry, max_bs=4).close()
+
+
 def test_an_unknown_capture_error_mode_and_a_backend_that_is_not_there_are_refused() -> None:
     with pytest.raises(dg.BackendError) as caught:
         runner_for(ToyEngine(), capture_error_mode="lax")
@@ -703,6 +712,35 @@ def test_smaller_buckets_take_no_memory_beside_the_largest() -> None:
     with captured(ToyEngine(max_bs=64), graph_pool=pool) as runner:
         assert len(runner.graphs) > 8
         assert pool.handle.peak_bytes == alone
+
+
+def test_what_a_graph_reads_stays_alive_when_an_eager_step_replaces_it() -> None:
+    """A workspace that grows in a large eager step must not take the old one from the graphs that hold its address."""
+
+    class Workspace(ToyEngine):
+        def __init__(self) -> None:
+            super().__init__(max_bs=8)
+            self.workspace = torch.zeros(4, 32)
+
+        def forward(self, batch: Any) -> Any:
+            logits = super().forward(batch)
+            if len(logits) > len(self.workspace):
+                self.workspace = torch.zeros(len(logits), 32)
+            return self.workspace[: len(logits)].copy_(logits) + 1
+
+    engine = Workspace()
+    with captured(engine, bs=[4], graph_pool=dg.GraphMemoryPool(dg.get_device_adapter("cpu"))) as runner:
+        old = weakref.ref(engine.workspace.untyped_storage())
+        small = engine.batch([3, 5, 2])
+        want = eager(ToyEngine(max_bs=8), small) + 1
+        assert torch.equal(runner.run(small), want)
+        assert runner.can_run(engine.batch([3] * 8)).code == "above-largest"
+        runner.run(engine.batch([3] * 8))
+        assert old() is not None
+        engine.cache.zero_()
+        assert torch.equal(runner.run(small), want)
+    gc.collect()
+    assert old() is None
 
 
 def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:

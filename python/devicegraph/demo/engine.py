@@ -83,8 +83,11 @@ class LlamaEngine:
         self.limits = Limits(max_bs=max_requests, max_num_tokens=max_requests)
         self.max_length = max_length
         self._model = model
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        query_heads = getattr(config, "num_attention_heads", None)
+        if not query_heads:
+            raise self._unusable("it has no attention heads")
+        heads = getattr(config, "num_key_value_heads", None) or query_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
         rows, layers = max_requests + 1, config.num_hidden_layers
         # ADDRESS: captured graphs hold the cache and the steps; the engine outlives its runner.
         self._keys = torch.zeros(layers, rows, max_length, heads, width, device=device, dtype=model.dtype)
@@ -161,8 +164,11 @@ class LlamaEngine:
         if problem is None and len(reached) < len(self._keys):
             problem = "not every layer asks for the attention it was given"
         if problem is not None:
-            raise BackendError(
-                f"the demo cannot serve a `{type(self._model).__name__}`: {problem}",
-                code="checkpoint-unusable",
-                hint="give `--model` a checkpoint of the Llama family",
-            )
+            raise self._unusable(problem)
+
+    def _unusable(self, problem: str) -> BackendError:
+        return BackendError(
+            f"the demo cannot serve a `{type(self._model).__name__}`: {problem}",
+            code="checkpoint-unusable",
+            hint="give `--model` a checkpoint of the Llama family",
+        )

@@ -61,7 +61,8 @@ class BaseCudaGraphRunner(ABC):
         progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
 
     Raises:
-        ConfigError: an argument that is none of its choices.
+        ConfigError: an argument that is none of its choices (`choice-unknown`), or a registry that does not fit the
+            engine (`registry-device`, `registry-too-small`).
         BackendError: the device or the backend is not available here.
     """
 
@@ -98,6 +99,7 @@ class BaseCudaGraphRunner(ABC):
         self.progress = show_progress(self.hooks.rank) if progress is None else progress
         self.buckets = self._make_buckets()
         self.buffer_registry = self._make_registry() if registry is None else registry
+        self._check_registry()
         for slot in self.buffer_registry.slots:
             if slot.is_host and slot.buffer is not None:
                 self.adapter.declare_host(slot.buffer)
@@ -128,6 +130,22 @@ class BaseCudaGraphRunner(ABC):
     @abstractmethod
     def _live_size(self, bs: int, num_tokens: int) -> int | str:
         """A batch's size in units of the bucket, or the code of the decision that its form forces."""
+
+    def _check_registry(self) -> None:
+        registry = self.buffer_registry
+        if registry.device != self.adapter.device:
+            raise ConfigError(
+                f"registry: its buffers are on `{registry.device}`, the engine is on `{self.adapter.device}`",
+                code="registry-device",
+            )
+        bs, num_tokens = self._padded_sizes(self.buckets.maximum)
+        if bs > registry.max_bs or num_tokens > registry.max_num_tokens:
+            raise ConfigError(
+                f"registry: it holds {registry.max_bs} requests and {registry.max_num_tokens} tokens, "
+                f"the largest bucket has {bs} and {num_tokens}",
+                code="registry-too-small",
+                hint="build the registry for the engine's limits, or capture smaller buckets",
+            )
 
     # Capture.
 

