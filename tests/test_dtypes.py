@@ -9,11 +9,12 @@ import torch
 
 from devicegraph import CudaGraphBufferRegistry, GraphSlot, SlotError
 
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+NAMES = [
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 ]  # fmt: skip
+#: Those that this torch has.
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
 
 
 def telling_values(dtype: torch.dtype) -> torch.Tensor:

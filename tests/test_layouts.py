@@ -10,6 +10,7 @@ import torch
 
 from devicegraph import (
     CudaGraphBufferRegistry,
+    InputBufferPool,
     SlotError,
     build_decode_registry,
     build_eager_registry,
@@ -85,11 +86,16 @@ def test_an_engines_buffer_that_does_not_fit_is_named() -> None:
     assert str(caught.value) == "slot `positions`: the bound tensor has shape [9], expected [8] [bound-shape]"
 
 
-def test_phases_share_memory_through_the_pool() -> None:
+def test_phases_share_memory_through_the_pool_and_it_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = InputBufferPool()
+    monkeypatch.setattr("devicegraph.registry.input_buffer_pool", pool)
     square: dict[str, Any] = {**SIZES, "max_bs": 8, "share_pool": True}
     decode, prefill = build_decode_registry(**square, seq_len_fill_value=1), build_prefill_registry(**square)
     for name in PREFILL:
         assert decode.get_slot(name).buffer.data_ptr() == prefill.get_slot(name).buffer.data_ptr()
+    eager = build_eager_registry(**square)
+    assert eager.get_slot("positions").buffer.data_ptr() == prefill.get_slot("positions").buffer.data_ptr()
+    assert str(pool).split("\n")[1].endswith("decode [8], prefill [8], eager [8]")
     private = build_prefill_registry(**{**square, "share_pool": False})
     assert private.get_slot("positions").buffer.data_ptr() != prefill.get_slot("positions").buffer.data_ptr()
 

@@ -237,3 +237,14 @@ def test_buffers_are_ordinary_whatever_mode_made_or_filled_them(
     assert registry.get_slot("hidden").buffer.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert registry.get_slot("ids").buffer.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert registry.get_slot("count").buffer.tolist() == [3]
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_a_source_that_needs_gradients_gives_a_buffer_no_history(step: int) -> None:
+    registry = registry_of(GraphSlot("hidden", lambda bs, tokens: (tokens,), torch.float32, padding_policy=ZERO))
+    buffer = registry.slots[0].buffer
+    source = torch.ones(3 * step, requires_grad=True)
+    with torch.enable_grad():
+        registry.fill_from({"hidden": (source * 2)[::step]}, **sizes(3, 6))
+    assert (buffer.requires_grad, buffer.grad_fn) == (False, None)
+    assert buffer.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]

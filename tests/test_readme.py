@@ -110,7 +110,7 @@ def test_every_page_that_readme_links_to_is_there() -> None:
         assert (ROOT / page).is_file(), page
 
 
-@pytest.mark.parametrize("page", ["docs/embedding.md"])
+@pytest.mark.parametrize("page", ["docs/embedding.md", "docs/slots.md"])
 def test_the_code_of_a_guide_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, Any] = {}
     for source in code_blocks(page):

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import types
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from devicegraph import (
     SlotError,
     reset_index_buffers,
 )
+from devicegraph.fill import ForeachExecutor
 
 KEEP_PAD, FILL_SENTINEL, ZERO = PaddingPolicy.KEEP_PAD, PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO
 FOREACH_COPY, FILL_ONCE = PaddingPolicy.FOREACH_COPY, PaddingPolicy.FILL_ONCE
@@ -346,6 +348,19 @@ def test_what_was_checked_once_is_checked_again_where_it_changes() -> None:
     for source in (torch.arange(3), torch.arange(2, dtype=torch.int32), torch.arange(3, device="meta"), [1, 2, 3]):
         with pytest.raises(SlotError):
             registry.fill_from({"ids": source}, **sizes(3, 6))
+
+
+def test_steps_that_take_turns_at_one_size_are_each_prepared_once() -> None:
+    slot = by_token("ids")
+    registry = registry_of(slot)
+    kinds = [torch.arange(3), torch.arange(3, dtype=torch.int32), torch.arange(6)[::2], None]
+    afters = [[0, 1, 2, 0], [0, 1, 2, 0], [0, 2, 4, 0], [0, 0, 0, 0]]
+    with mock.patch.object(ForeachExecutor, "compile", autospec=True, side_effect=ForeachExecutor.compile) as compiled:
+        for _ in range(3):
+            for source, after in zip(kinds, afters, strict=True):
+                registry.fill_from({"ids": source}, **sizes(3, 4))
+                assert slot.buffer[:4].tolist() == after
+    assert compiled.call_count == len(kinds)
 
 
 # Sources in memory that the fill writes
@@ -807,7 +822,7 @@ def test_spellings_of_a_device_are_one_device() -> None:
 
 
 def test_what_is_kept_for_later_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaGraphBufferRegistry, "CACHE_SIZE", 3)
+    monkeypatch.setattr("devicegraph.steps.CACHE_SIZE", 3)
     slot = by_token("ids")
     registry = registry_of(slot)
     for _ in range(2):
@@ -815,4 +830,4 @@ def test_what_is_kept_for_later_steps_is_bounded(monkeypatch: pytest.MonkeyPatch
             registry.fill_from({"ids": torch.arange(raw)}, **sizes(raw, 6))
             assert slot.buffer.tolist()[:6] == [*range(raw), *[0] * (6 - raw)]
             assert registry.views(padded_bs=raw, padded_num_tokens=raw)["ids"].shape == (raw,)
-    assert len(registry._prepared) == len(registry._views) == 3
+    assert len(registry._steps._steps) == len(registry._steps._latest) == len(registry._views) == 3

@@ -51,12 +51,12 @@ def replaced(template: Any, fields: Mapping[str, Any], optional: Mapping[str, An
     return result
 
 
+#: The second is for frozen classes, whose own refuses.
+_SETTERS: tuple[Callable[[Any, str, Any], None], ...] = (setattr, object.__setattr__)
+
+
 def _set(target: Any, name: str, value: Any) -> bool:
-    setters: tuple[Callable[[Any, str, Any], None], ...] = (
-        setattr,
-        object.__setattr__,
-    )  # the second for frozen classes
-    for setter in setters:
+    for setter in _SETTERS:
         try:
             setter(target, name, value)
         except AttributeError:

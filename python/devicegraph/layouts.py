@@ -53,7 +53,7 @@ def build_decode_registry(
         SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
     """
     slots = _decode_slots(PaddingPolicy.FOREACH_COPY, seq_len_fill_value, cache_loc_dtype)
-    return _registry(slots, device, max_bs, max_num_token, share_pool, source)
+    return _registry("decode", slots, device, max_bs, max_num_token, share_pool, source)
 
 
 def build_prefill_registry(
@@ -78,7 +78,7 @@ def build_prefill_registry(
     Raises:
         SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
     """
-    return _registry(_prefill_slots(cache_loc_dtype), device, max_bs, max_num_token, share_pool, source)
+    return _registry("prefill", _prefill_slots(cache_loc_dtype), device, max_bs, max_num_token, share_pool, source)
 
 
 def build_eager_registry(
@@ -109,7 +109,7 @@ def build_eager_registry(
         SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
     """
     slots = _decode_slots(ZERO, seq_len_fill_value, cache_loc_dtype)
-    return _registry(slots, device, max_bs, max_num_token, share_pool, source)
+    return _registry("eager", slots, device, max_bs, max_num_token, share_pool, source)
 
 
 # The fields. What an option adds is a function like these two, and a `yield from` in those that it is for.
@@ -150,6 +150,7 @@ def _columns(buffer: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _registry(
+    label: str,
     slots: Iterable[GraphSlot],
     device: torch.device | str | int,
     max_bs: int,
@@ -160,6 +161,7 @@ def _registry(
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
     )
+    registry.label = label
     for slot in slots:
         registry.register_slot(slot, bind=None if source is None else read_fields(source, [slot.name])[0])
     return registry

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from devicegraph._core import SlotLayout
+from devicegraph.errors import SlotError
 from devicegraph.slots import GraphSlot, buffer_of, fault, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from devicegraph.errors import SlotError
 
-__all__ = ["check_bound", "find_shape", "lay_out", "span_bytes"]
+__all__ = ["check_bound", "find_shape", "lay_out", "numbered", "span_bytes"]
 
 
 def find_shape(slot: GraphSlot, max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
@@ -117,6 +117,19 @@ def check_bound(
         if buffer.device == bound.device and max(starts) < min(ends):
             what = f"the bound tensor shares memory with slot `{other.name}`"
             raise fault(slot.name, "bound-overlap", what, hint="no two slots of a registry can share memory")
+
+
+def numbered(device: torch.device | str | int) -> torch.device:
+    """The device with its number: `cuda` is the current one.
+
+    Raises:
+        SlotError: `bad-device`: no device, or none that this machine and this torch have.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        message = f"`{device}` is no device of this machine"
+        raise SlotError(message, code="bad-device", given=str(device)) from error
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

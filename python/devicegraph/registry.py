@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from devicegraph._core import FillPlanner
 from devicegraph.batches import read_fields, replaced
 from devicegraph.errors import SlotError
-from devicegraph.fill import FillExecutor, FillProgram, ForeachExecutor, HostValues
+from devicegraph.fill import FillExecutor, ForeachExecutor, HostValues
 from devicegraph.pool import input_buffer_pool
-from devicegraph.registration import check_bound, find_shape, lay_out, span_bytes
-from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, name_of, row_major
+from devicegraph.registration import check_bound, find_shape, lay_out, numbered
+from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of
+from devicegraph.steps import PreparedSteps, remember
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
-
-
-class _Prepared(NamedTuple):
-    """A step that was checked and compiled once."""
-
-    program: FillProgram
-    #: Bytes from the first element of each source to the end of its last; 0 where there is no source.
-    spans: tuple[int, ...]
 
 
 class CudaGraphBufferRegistry:
@@ -36,9 +27,6 @@ class CudaGraphBufferRegistry:
     where a slot's `source_device` lets a source be on the other side of the host. Fills of one registry write the same
     memory: whoever fills on several streams, or threads, orders them.
     """
-
-    #: Prepared steps and views that are kept. Decode has one for each live size, of which engines have a few hundred.
-    CACHE_SIZE = 1024
 
     def __init__(
         self, *, device: torch.device | str | int, max_bs: int, max_num_tokens: int, share_pool: bool = False
@@ -60,10 +48,12 @@ class CudaGraphBufferRegistry:
                 message = f"`{argument}`: {size!r} is no size"
                 raise SlotError(message, code="bad-capacity", hint="use an integer of at least 1", given=repr(size))
         #: With its number: `cuda:0`.
-        self.device = _in_full(device)
+        self.device = numbered(device)
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
+        #: Who this is in the printed pool; the factories put their phase here.
+        self.label = f"registry of {max_bs} requests, {max_num_tokens} tokens"
         self._slots: dict[str, GraphSlot] = {}
         self._executor: FillExecutor = ForeachExecutor()
         self._values = HostValues()
@@ -97,17 +87,15 @@ class CudaGraphBufferRegistry:
         if bind is not None and slot.buffer is not None and bind is not slot.buffer:
             raise fault(slot.name, "bound-twice", "has a buffer of its own besides `bind`", hint="give one of them")
         bound = slot.buffer if bind is None else bind
-        device = self.device if slot.device is None else _in_full(slot.device)
+        device = self.device if slot.device is None else numbered(slot.device)
         shape = find_shape(slot, self.max_bs, self.max_num_tokens)
         if bound is not None:
             check_bound(slot, bound, shape, device, self._slots.values())
-        sizes = {"max_bs": self.max_bs, "max_num_tokens": self.max_num_tokens}
-        layout = lay_out(slot, shape, device, bound=bound, **sizes)
+        layout = lay_out(slot, shape, device, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens, bound=bound)
         if bound is not None:
             buffer = bound
         elif self.share_pool:
-            label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
-            buffer = input_buffer_pool.allocate(slot, shape, device, owner=self, label=label)
+            buffer = input_buffer_pool.allocate(slot, shape, device, owner=self, label=self.label)
         else:
             with torch.inference_mode(False), torch.no_grad():
                 buffer = torch.full(shape, slot.start_value, dtype=slot.dtype, device=device)
@@ -123,17 +111,13 @@ class CudaGraphBufferRegistry:
         slots = self.slots
         layouts = [layout_of(slot) for slot in slots]
         self._planner = FillPlanner(layouts, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens)
-        self._prepared: dict[object, _Prepared] = {}
+        self._steps = PreparedSteps(slots, self._planner, self._executor)
         self._views: dict[object, dict[str, torch.Tensor]] = {}
         self._fields = [slot.name if slot.is_plain else None for slot in slots]
         self._plain_names = [slot.name for slot in slots if slot.is_plain]
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
         self._hooks = [(slot.post_fill, buffer_of(slot)) for slot in slots if slot.post_fill is not None]
-        # Where each buffer starts and ends, in order of address, with a fence at either end.
-        spans = sorted((buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot))) for slot in slots)
-        self._starts = [*(start for start, _ in spans), math.inf]
-        self._ends = [-math.inf, *(start + span for start, span in spans)]
 
     def get_slot(self, name: str) -> GraphSlot:
         """The slot of that name.
@@ -226,74 +210,11 @@ class CudaGraphBufferRegistry:
                     sources[index] = self._values.tensor(slot, slot.value_fn(context), rows)
                 elif slot.source_fn is not None and not is_unread:
                     sources[index] = slot.source_fn(batch, context)
-        # The key has all that is checked but for addresses: what was found right once need not be checked again.
-        key: list[object] = [raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread]
-        try:
-            for source in sources:
-                if source is None:
-                    key.append(None)
-                else:
-                    key += (source.dtype, source.shape, source.device, source.stride())
-            prepared = self._prepared.get(tuple(key))
-        except (AttributeError, RuntimeError, TypeError):
-            prepared = None  # something is no tensor or no size: preparing it says what
-        if prepared is None:
-            prepared = self._prepare(tuple(key), sources, is_unread)
-        starts, ends = self._starts, self._ends
-        for source, span in zip(sources, prepared.spans, strict=True):
-            if source is not None:
-                start = source.data_ptr()
-                after = bisect_right(starts, start)
-                if start < ends[after] or start + span > starts[after]:
-                    self._check_aliases(sources)
-                    break
-        prepared.program(sources)
+        sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread)
+        self._steps.program(sizes, sources)(sources)
         if context is not None:
             for post_fill, buffer in self._hooks:
                 post_fill(buffer, batch, context)
-
-    def _prepare(self, key: tuple[Any, ...], sources: Sequence[Any], is_unread: bool) -> _Prepared:
-        """Checks and plans a step, and turns the plan into views."""
-        described: list[tuple[str, Sequence[int], str, bool] | None] = []
-        for slot, source in zip(self.slots, sources, strict=True):
-            if source is None:
-                described.append(None)
-            elif isinstance(source, torch.Tensor) and source.layout is torch.strided:
-                is_contiguous = list(source.stride()) == row_major(source.shape)
-                described.append((name_of(source.dtype), source.shape, str(source.device), is_contiguous))
-            else:
-                kind = f"{source.layout} tensor" if isinstance(source, torch.Tensor) else type(source).__name__
-                raise fault(slot.name, "not-a-tensor", f"the source is a `{kind}`", hint="pass a dense tensor")
-        raw_bs, padded_bs, raw_num_tokens, padded_num_tokens = key[:4]
-        plan = self._planner.plan(
-            described,
-            raw_bs=raw_bs,
-            padded_bs=padded_bs,
-            raw_num_tokens=raw_num_tokens,
-            padded_num_tokens=padded_num_tokens,
-            unread=is_unread,
-        )
-        with torch.inference_mode(False), torch.no_grad():
-            program = self._executor.compile(plan, self.slots)
-        spans = tuple(0 if source is None else span_bytes(source) for source in sources)
-        return _remembered(self._prepared, key, _Prepared(program, spans))
-
-    def _check_aliases(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Refuses sources in memory that the fill writes, but for a slot's own rows where they are.
-
-        Copies of one fill run in any order, or at once: a source that another copy or padding writes has no defined
-        value.
-        """
-        for slot, source in zip(self.slots, sources, strict=True):
-            if source is None or source.numel() == 0:
-                continue
-            for other in self.slots:
-                buffer = buffer_of(other)
-                starts = (source.data_ptr(), buffer.data_ptr())
-                ends = (starts[0] + span_bytes(source), starts[1] + span_bytes(buffer))
-                if max(starts) < min(ends) and not (other is slot and _is_in_place(source, slot)):
-                    what = f"the source shares memory with slot `{other.name}`"
-                    raise fault(slot.name, "source-overlap", what, hint="pass a copy, or the slot's own rows")
 
     # What a step and a graph are about
 
@@ -311,7 +232,7 @@ class CudaGraphBufferRegistry:
         if views is None:
             self._planner.check_bucket(padded_bs, padded_num_tokens)
             views = {slot.name: slot.slice_for(*key) for slot in self.slots if "." not in slot.name}
-            _remembered(self._views, key, views)
+            remember(self._views, key, views)
         return views.copy()
 
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Any) -> Any:
@@ -366,40 +287,3 @@ def reset_index_buffers(*registries: CudaGraphBufferRegistry) -> None:
     """`CudaGraphBufferRegistry.reset_index_buffers` of each: what a capture does before it warms up."""
     for registry in registries:
         registry.reset_index_buffers()
-
-
-def _is_in_place(source: torch.Tensor, slot: GraphSlot) -> bool:
-    """Whether a source is the rows of its own slot, so that copying them changes nothing."""
-    buffer = buffer_of(slot)
-    steps = zip(source.shape, source.stride(), buffer.stride(), strict=True)
-    return (
-        source.data_ptr() == buffer.data_ptr()
-        and source.dtype == buffer.dtype
-        and all(size == 1 or given == own for size, given, own in steps)
-        # Rows shorter than the slot's are padded before they are copied.
-        and (slot.trailing == "exact" or source.shape[-1] == buffer.shape[-1])
-    )
-
-
-def _in_full(device: torch.device | str | int) -> torch.device:
-    """The device with its number: `cuda` is the current one."""
-    try:
-        return torch.empty(0, device=device).device
-    except (
-        AssertionError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # torch without the device's support, or no device at all
-        message = f"`{device}` is no device of this machine"
-        raise SlotError(message, code="bad-device", given=str(device)) from error
-
-
-_Value = TypeVar("_Value")
-
-
-def _remembered(cache: dict[object, _Value], key: object, value: _Value) -> _Value:
-    """Keeps a value in place of the oldest, where the cache is full."""
-    if len(cache) >= CudaGraphBufferRegistry.CACHE_SIZE:
-        del cache[next(iter(cache))]
-    cache[key] = value
-    return value

@@ -410,6 +410,15 @@ fn large_heads_and_tails_leave_the_group() {
 }
 
 #[test]
+fn rows_narrower_than_the_slot_cost_no_call_while_few_and_one_copy_when_many() {
+    let pages = SlotLayout { dim: 0, prefix: true, ..slot("pages", "int32", &[24, 6]) };
+    for (rows, calls) in [(MAX_RUNS, 1), (MAX_RUNS + 1, 2)] {
+        let plan = planned(vec![pages.clone()], [0, 0, rows, 24], &[source("int32", &[rows, 2])]).unwrap();
+        assert_eq!((plan.calls(), plan.groups.len(), plan.copies.len()), (calls, 1, calls - 1));
+    }
+}
+
+#[test]
 fn nothing_to_do_is_no_call() {
     let mut kept = slot("kept", "int64", &[24]);
     kept.policy = PaddingPolicy::KeepPad;
