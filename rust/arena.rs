@@ -5,11 +5,13 @@
 //! released, which is right because tapes of one arena never replay at the same time: a list of buckets costs what its
 //! largest member costs.
 //!
-//! Blocks are placed by best fit, in segments that never move: an address that a tape has recorded stays valid for the
-//! arena's life. A request that fits nowhere opens a segment. An optimal layout would need the whole trace first, and a
-//! second pass over tensors that the model may already hold; best fit needs neither.
+//! A block goes to the lowest place that is free, in segments that never move: an address that a tape has recorded stays valid
+//! for the arena's life. A request that fits nowhere opens a segment behind the others. Lowest first means that a trace is laid
+//! out the same way each time it comes, and needs no memory beyond that of the first time; the tightest span first would not
+//! keep that promise. An optimal layout would need the whole trace first, and a second pass over tensors that the model may
+//! already hold.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use crate::error::ArenaError;
 
@@ -30,10 +32,8 @@ pub struct Arena {
     alignment: u64,
     segment_bytes: u64,
     segments: Vec<u64>,
-    /// Free spans by place, to join neighbours.
+    /// Bytes of each free span, by place; no two touch.
     free: BTreeMap<(usize, u64), u64>,
-    /// The same spans by size, to find the tightest one.
-    by_size: BTreeSet<(u64, usize, u64)>,
     live: BTreeMap<(usize, u64), u64>,
     live_bytes: u64,
     peak_bytes: u64,
@@ -53,34 +53,33 @@ impl Arena {
             segment_bytes,
             segments: Vec::new(),
             free: BTreeMap::new(),
-            by_size: BTreeSet::new(),
             live: BTreeMap::new(),
             live_bytes: 0,
             peak_bytes: 0,
         })
     }
 
-    /// Reserves `bytes` in the tightest free span; an empty request takes one unit, so that blocks have distinct places.
+    /// Reserves `bytes` at the lowest place with room; an empty request takes one unit, so that blocks have distinct places.
     ///
     /// # Errors
     /// [`ArenaError::Size`] when the request or the arena would pass 2^63 bytes.
     pub fn allocate(&mut self, bytes: u64) -> Result<Block, ArenaError> {
         let limit = i64::MAX.unsigned_abs();
-        let bytes = bytes
+        let rounded = bytes
             .max(1)
             .checked_next_multiple_of(self.alignment)
-            .filter(|&rounded| self.reserved_bytes() <= limit - rounded.min(limit) && rounded <= limit)
+            .filter(|&rounded| rounded <= limit && self.reserved_bytes() <= limit - rounded)
             .ok_or(ArenaError::Size { bytes })?;
-        let found = self.by_size.range((bytes, 0, 0)..).next().copied();
-        let (span, segment, offset) = found.unwrap_or_else(|| self.open_segment(bytes));
-        self.remove_free(segment, offset, span);
-        if span > bytes {
-            self.insert_free(segment, offset + bytes, span - bytes);
+        let found = self.free.iter().find(|&(_, &span)| span >= rounded).map(|(&place, &span)| (place, span));
+        let ((segment, offset), span) = found.unwrap_or_else(|| self.open_segment(rounded));
+        self.free.remove(&(segment, offset));
+        if span > rounded {
+            self.free.insert((segment, offset + rounded), span - rounded);
         }
-        self.live.insert((segment, offset), bytes);
-        self.live_bytes += bytes;
+        self.live.insert((segment, offset), rounded);
+        self.live_bytes += rounded;
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
-        Ok(Block { segment, offset, bytes })
+        Ok(Block { segment, offset, bytes: rounded })
     }
 
     /// Gives a block back and joins it with free neighbours.
@@ -95,17 +94,15 @@ impl Arena {
         self.live.remove(&(segment, offset));
         self.live_bytes -= bytes;
         let (mut start, mut span) = (offset, bytes);
-        if let Some(&following) = self.free.get(&(segment, offset + bytes)) {
-            self.remove_free(segment, offset + bytes, following);
+        if let Some(following) = self.free.remove(&(segment, offset + bytes)) {
             span += following;
         }
         let preceding = self.free.range((segment, 0)..(segment, offset)).next_back().map(|(&(_, at), &len)| (at, len));
         if let Some((at, len)) = preceding.filter(|&(at, len)| at + len == offset) {
-            self.remove_free(segment, at, len);
             start = at;
             span += len;
         }
-        self.insert_free(segment, start, span);
+        self.free.insert((segment, start), span);
         Ok(())
     }
 
@@ -129,21 +126,9 @@ impl Arena {
         self.peak_bytes
     }
 
-    fn open_segment(&mut self, bytes: u64) -> (u64, usize, u64) {
+    fn open_segment(&mut self, bytes: u64) -> ((usize, u64), u64) {
         let span = bytes.max(self.segment_bytes.next_multiple_of(self.alignment));
-        let segment = self.segments.len();
         self.segments.push(span);
-        self.insert_free(segment, 0, span);
-        (span, segment, 0)
-    }
-
-    fn insert_free(&mut self, segment: usize, offset: u64, span: u64) {
-        self.free.insert((segment, offset), span);
-        self.by_size.insert((span, segment, offset));
-    }
-
-    fn remove_free(&mut self, segment: usize, offset: u64, span: u64) {
-        self.free.remove(&(segment, offset));
-        self.by_size.remove(&(span, segment, offset));
+        ((self.segments.len() - 1, 0), span)
     }
 }

@@ -33,7 +33,7 @@ ALLOWED_BACKENDS_PER_PHASE: Final[Mapping[str, tuple[str, ...]]]
 
 @final
 class Arena:
-    """Places of blocks in segments that never move: best fit, neighbours joined on release.
+    """Places of blocks in segments that never move: the lowest place with room, neighbours joined on release.
 
     It hands out offsets and holds no memory itself. Safe to use from several threads and from finalizers.
     """
@@ -49,7 +49,7 @@ class Arena:
             ValueError: the alignment is not a power of two.
         """
     def allocate(self, bytes: int, /) -> tuple[int, int, int]:
-        """Reserves a block in the tightest free span and returns (segment, offset, bytes reserved).
+        """Reserves a block at the lowest place with room and returns (segment, offset, bytes reserved).
 
         Raises:
             MemoryError: the request is larger than any arena can be.
