@@ -15,14 +15,11 @@ NAMES = [
 ]  # fmt: skip
 #: Those that this torch has.
 #: float8_e8m0fnu came with torch 2.7.
-DTYPES = [
-    getattr(torch, name)
-    for name in (
-        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
-        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
-    if hasattr(torch, name)
-]
+NAMES = [
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
 
 
 def telling_values(dtype: torch.dtype) -> torch.Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import devicegraph as dg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DEVICE = "cuda"
 MAX = 64
@@ -83,26 +88,35 @@ def test_fills_leave_the_bytes_that_they_leave_on_the_cpu(seed: int) -> None:
             assert slot.buffer.cpu().view(torch.uint8).equal(like.buffer.view(torch.uint8)), (slot, sizes)
 
 
+@contextlib.contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Makes torch raise where the host waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # setting the mode warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def test_neither_a_first_nor_a_later_fill_waits_for_the_device() -> None:
     registry = dg.build_decode_registry(device=DEVICE, max_bs=MAX, max_num_token=MAX, seq_len_fill_value=1)
     registry.register_slot(
         dg.GraphSlot("count", lambda bs, tokens: (1,), torch.int32, axis="none", value_fn=lambda c: c.raw_bs)
     )
     registry.register_slot(dg.GraphSlot("ids", lambda bs, tokens: (bs,), torch.int64, axis="bs"))
-    before = torch.cuda.get_sync_debug_mode()
     batches = []
     for raw in (5, 9):
         batch = {slot.name: torch.arange(raw, device=slot.buffer.device) for slot in registry.slots}
         batch["mrope_positions"] = torch.arange(3 * raw, device=DEVICE).view(3, raw)
         batch["ids"] = batch["ids"].to(torch.int32)
         batches.append(batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_to_wait():
         for _ in range(2):
             for raw, batch in zip((5, 9), batches, strict=True):
                 registry.fill_from(batch, raw_bs=raw, padded_bs=16, raw_num_tokens=raw, padded_num_tokens=16)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert registry.get_slot("mrope_positions").buffer[2, :16].tolist() == [*range(18, 27), *[0] * 7]
     assert registry.get_slot("count").buffer.tolist() == [9]
 
