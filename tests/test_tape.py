@@ -231,13 +231,36 @@ def test_conjugated_and_negated_views_replay() -> None:
 
 
 def test_an_operator_without_a_fake_kernel_is_named() -> None:
-    library = torch.library.Library("devicegraph_test", "DEF")
+    library = torch.library.Library("devicegraph_test_compiled", "DEF")
     library.define("opaque(Tensor x) -> Tensor")
-    library.impl("opaque", lambda x: x + 1, "CPU")
+    library.m.impl("opaque", "CPU", lambda x: x + 1, False)  # not known as Python's: it stands for a compiled kernel
     x = torch.ones(4)
     with pytest.raises(devicegraph.CaptureError) as caught:
-        capture(lambda: torch.ops.devicegraph_test.opaque(x))
-    assert (caught.value.code, caught.value.operator) == ("no-fake-kernel", "devicegraph_test::opaque")
+        capture(lambda: torch.ops.devicegraph_test_compiled.opaque(x))
+    assert (caught.value.code, caught.value.operator) == ("no-fake-kernel", "devicegraph_test_compiled::opaque")
+    library._destroy()
+
+
+@pytest.mark.parametrize("capture_mode", [torch.no_grad, torch.inference_mode])
+def test_a_custom_operator_in_python_is_recorded_by_what_it_calls(capture_mode: Any) -> None:
+    calls = []
+
+    @torch.library.custom_op("devicegraph_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        calls.append(by)
+        return x * by
+
+    library = torch.library.Library("devicegraph_test_library", "DEF")
+    library.define("shifted(Tensor x) -> Tensor")
+    library.impl("shifted", lambda x: x + len(calls), "CPU")
+    x = torch.ones(4)
+    with capture_mode():
+        graph, output = capture(lambda: torch.ops.devicegraph_test_library.shifted(scaled(x, 3.0)))
+    x.fill_(2)
+    graph.replay()
+    assert calls == [3.0]
+    assert graph.tape.operators() == ["aten::mul.Tensor", "aten::add.Tensor"]
+    assert torch.equal(output, torch.full((4,), 7.0))
     library._destroy()
 
 

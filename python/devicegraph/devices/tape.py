@@ -44,8 +44,8 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     outputs: tuple[torch.Tensor | None, ...]
     """One entry for each tensor that the operator returns; None where it is one of the arguments."""
-    waits: bool
-    """Whether the operator returns handles of asynchronous work."""
+    is_collective: bool = False
+    """Whether it is one of `torch.distributed`: it returns a handle of asynchronous work and writes its arguments."""
 
 
 class Tape:
@@ -72,10 +72,11 @@ class Tape:
         Operators were recorded below autograd and autocast, and are called there again, whatever mode the caller is in.
         """
         with torch.inference_mode(self._inference), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            for operator, args, kwargs, outputs, waits in self._calls:
+            for operator, args, kwargs, outputs, is_collective in self._calls:
+                if is_collective:
+                    _run_collective(operator, args, kwargs)
+                    continue
                 result = operator(*args, **kwargs)
-                if waits:
-                    _wait(result)
                 if outputs:
                     for output, value in zip(outputs, tree_leaves(result), strict=True):
                         if output is not None:
@@ -119,6 +120,11 @@ class Recorder(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
+        kernel = _python_kernel(func)
+        if kernel is not None:
+            # A custom operator written in Python is what it calls: beside a GPU its Python does not replay either.
+            with self:
+                return func._op_dk(kernel, *args, **kwargs)
         placement = self._host.check(func, args, kwargs)
         if placement is Placement.HOST:
             return self._host.run(func, args, kwargs)
@@ -149,7 +155,7 @@ class Recorder(TorchDispatchMode):
             else:
                 outputs.append(tree_map_only(torch.Tensor, lambda fake: self._output(fake, sources, made), value))
         args, kwargs = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
-        self.tape.append(_Call(func, args, kwargs, outputs=tuple(made), waits=False))
+        self.tape.append(_Call(func, args, kwargs, tuple(made)))
         if not func._schema.returns:
             return None
         return tuple(outputs) if len(func._schema.returns) > 1 else outputs[0]
@@ -199,7 +205,8 @@ class Recorder(TorchDispatchMode):
         done.set_result(None)
         work = torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
         aliased = tree_map_only(torch.Tensor, self._memory.alias, (args, kwargs))
-        self.tape.append(_Call(func, aliased[0], aliased[1], outputs=(), waits=True))
+        kept = tree_map_only(torch.ScriptObject, _unboxed, aliased)
+        self.tape.append(_Call(func, kept[0], kept[1], (), is_collective=True))
         return (args[0], work) if len(func._schema.returns) > 1 else work
 
 
@@ -208,6 +215,17 @@ def _is_composite(name: str) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
     return composite and name not in _RECORDED_WHOLE
+
+
+def _python_kernel(func: OpOverload) -> torch._C.DispatchKey | None:
+    """The dispatch key under which an operator has a kernel that was registered from Python, if it has one."""
+    name = func._schema.name.replace("::", "/")
+    if func._overloadname != "default":
+        name = f"{name}.{func._overloadname}"
+    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd):
+        if f"{name}/{key.name}" in torch.library._impls:
+            return key
+    return None
 
 
 @functools.cache
@@ -242,7 +260,20 @@ def _written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     }
 
 
-def _wait(result: Any) -> None:
-    for leaf in tree_leaves(result):
+def _unboxed(value: torch.ScriptObject) -> Any:
+    """A process group as Python's own object, anything else as it is.
+
+    Whoever drops the last reference to a group joins its threads, and one of those may be waiting for the interpreter lock:
+    Python's object lets go of the lock first, a boxed one does not.
+    """
+    name = value._type().qualified_name()  # type: ignore[attr-defined, unused-ignore]
+    group = torch._C._distributed_c10d.ProcessGroup
+    return group.unbox(value) if name.endswith(".c10d.ProcessGroup") else value
+
+
+def _run_collective(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    group, work = torch._C._distributed_c10d.ProcessGroup, torch._C._distributed_c10d.Work
+    args, kwargs = tree_map_only(group, lambda value: value.boxed(), (args, kwargs))
+    for leaf in tree_leaves(operator(*args, **kwargs)):
         if isinstance(leaf, torch.ScriptObject):
-            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+            work.unbox(leaf).wait()
