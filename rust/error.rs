@@ -9,7 +9,8 @@ mod config;
 mod slot;
 
 pub use arena::ArenaError;
-#[cfg(feature = "python")]
-pub(crate) use config::write_issue;
+pub(crate) use config::listed;
 pub use config::{ConfigError, Expected, Issue, Problem};
+#[cfg(feature = "python")]
+pub(crate) use config::{place, write_issue};
 pub use slot::SlotFault;

@@ -7,12 +7,15 @@ parser can build a configuration in milliseconds and without torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as type checkers read it; `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from devicegraph._core import __version__ as __version__
     from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
     from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
+    from devicegraph.args import add_cuda_graph_args as add_cuda_graph_args
+    from devicegraph.args import config_from_args as config_from_args
+    from devicegraph.args import config_from_options as config_from_options
     from devicegraph.buckets import Buckets as Buckets
     from devicegraph.buckets import DroppedBucket as DroppedBucket
     from devicegraph.buckets import decode_buckets as decode_buckets
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from devicegraph.config import Backend as Backend
     from devicegraph.config import ConfigIssue as ConfigIssue
     from devicegraph.config import CudaGraphConfig as CudaGraphConfig
+    from devicegraph.config import Explanation as Explanation
     from devicegraph.config import Phase as Phase
     from devicegraph.config import PhaseConfig as PhaseConfig
     from devicegraph.config import check_cuda_graph_backend as check_cuda_graph_backend
@@ -72,6 +76,10 @@ if TYPE_CHECKING:
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
+    from devicegraph.ready_rules import FACTS as FACTS
+    from devicegraph.ready_rules import READY_RULES as READY_RULES
+    from devicegraph.rules import Rule as Rule
+    from devicegraph.rules import resolve_config as resolve_config
 
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
@@ -86,11 +94,13 @@ _MODULES = {
         "decode_buckets",
         "prefill_buckets",
     ),
+    "args": ("add_cuda_graph_args", "config_from_args", "config_from_options"),
     "config": (
         "ALLOWED_BACKENDS_PER_PHASE",
         "Backend",
         "ConfigIssue",
         "CudaGraphConfig",
+        "Explanation",
         "Phase",
         "PhaseConfig",
         "check_cuda_graph_backend",
@@ -167,6 +177,9 @@ _MODULES = {
         "GraphSlot",
         "PaddingPolicy",
     ),
+    "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
+    "ready_rules": ("FACTS", "READY_RULES"),
+    "rules": ("Rule", "resolve_config"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

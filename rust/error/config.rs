@@ -4,6 +4,8 @@ use std::fmt;
 
 use crate::config::{BACKENDS, COMPILERS, LARGEST_SIZE, PHASES, TC_PIECEWISE};
 use crate::document::{Position, Value};
+use crate::layers::Source;
+use crate::options::{ConfigOption, OPTIONS};
 
 /// One thing wrong with a configuration: where, with which value, and what would have been allowed.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,6 +16,8 @@ pub struct Issue {
     pub value: Value,
     /// What is wrong with it.
     pub problem: Problem,
+    /// Who says it, such as `--cuda-graph-max-bs`, where the path does not tell.
+    pub source: Option<String>,
 }
 
 /// What can be wrong with a configuration, or with a request for buckets.
@@ -79,6 +83,31 @@ pub enum Problem {
         /// That backend.
         backend: &'static str,
     },
+    /// An option that there is not.
+    UnknownOption,
+    /// A deprecated option that sets a key to another value than an earlier one does.
+    OptionsDisagree {
+        /// The earlier option.
+        other: String,
+        /// What it says.
+        other_value: Value,
+    },
+    /// An explicit backend that a hard rule is against.
+    RuleForbids {
+        /// The rule.
+        rule: String,
+        /// Its reason.
+        reason: String,
+    },
+    /// An explicit backend that a soft rule is against.
+    RuleOutweighed {
+        /// The rule.
+        rule: String,
+        /// Its reason.
+        reason: String,
+    },
+    /// Two rules with one name about one phase.
+    RepeatedRule,
     /// A bucket list that is bounded by nothing.
     NoMaximum {
         /// The argument that gives the maximum.
@@ -104,6 +133,12 @@ pub enum Expected {
     Flag,
     /// An object with some keys.
     Object(Vec<&'static str>),
+    /// Text that says something.
+    Text,
+    /// A list of backends.
+    Words,
+    /// What pickle keeps of a configuration.
+    State,
 }
 
 impl fmt::Display for Expected {
@@ -114,13 +149,21 @@ impl fmt::Display for Expected {
             Self::Sizes => write!(f, "a list of integers from 1 to {LARGEST_SIZE}"),
             Self::Flag => f.write_str("`true` or `false`"),
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
+            Self::Text => f.write_str("text"),
+            Self::Words => f.write_str("a list of at least one backend"),
+            Self::State => f.write_str("the state of a configuration, as pickle keeps it"),
         }
     }
 }
 
 impl Issue {
     pub(crate) fn new(path: &str, value: Value, problem: Problem) -> Self {
-        Self { path: path.to_owned(), value, problem }
+        Self { path: path.to_owned(), value, problem, source: None }
+    }
+
+    /// The same, with who said the value.
+    pub(crate) fn said_by(self, source: &Source) -> Self {
+        Self { source: Some(source.name().to_owned()).filter(|name| !name.is_empty()), ..self }
     }
 
     /// The stable word to branch on.
@@ -141,6 +184,11 @@ impl Issue {
             Problem::RepeatedKey => "repeated-key",
             Problem::SizesDisagree { .. } => "sizes-disagree",
             Problem::CompilerUnused { .. } => "compiler-unused",
+            Problem::UnknownOption => "unknown-option",
+            Problem::OptionsDisagree { .. } => "options-disagree",
+            Problem::RuleForbids { .. } => "rule-forbids",
+            Problem::RuleOutweighed { .. } => "rule-outweighed",
+            Problem::RepeatedRule => "repeated-rule",
             Problem::NoMaximum { .. } => "no-maximum",
         }
     }
@@ -180,6 +228,15 @@ impl Issue {
             Problem::CompilerUnused { backend } => {
                 format!("{value} has no effect beside the backend `{backend}`")
             }
+            Problem::UnknownOption => "no such option".into(),
+            Problem::OptionsDisagree { other, other_value } => {
+                format!("{value} contradicts `{other}`, which says {}", shown(other_value))
+            }
+            Problem::RuleForbids { rule, reason } => format!("{value} cannot be used: {reason} (rule `{rule}`)"),
+            Problem::RuleOutweighed { rule, reason } => {
+                format!("{value} is used against advice: {reason} (rule `{rule}`)")
+            }
+            Problem::RepeatedRule => format!("two rules have the name {value}"),
             Problem::NoMaximum { .. } => "nothing says how large the largest bucket is".into(),
             Problem::StepTooLarge { step } => {
                 format!("every size would have to be a multiple of {step}, and the largest is {LARGEST_SIZE}")
@@ -232,6 +289,16 @@ impl Issue {
             (Problem::CompilerUnused { .. }, _) => {
                 Some(format!("set `backend` to `{TC_PIECEWISE}`, or leave `tc_compiler` out"))
             }
+            (Problem::UnknownOption, _) => {
+                let keywords: Vec<String> = OPTIONS.iter().map(ConfigOption::keyword).collect();
+                self.did_you_mean(&keywords.iter().map(String::as_str).collect::<Vec<_>>())
+            }
+            (Problem::OptionsDisagree { .. }, _) => {
+                Some(format!("keep one of them, or say it with `{}`", OPTIONS[0].flag))
+            }
+            (Problem::RuleForbids { .. }, _) => Some("leave `backend` out, or set it to `disabled`".into()),
+            (Problem::RuleOutweighed { .. }, _) => Some("leave `backend` out, and the rule decides".into()),
+            (Problem::RepeatedRule, _) => Some("give each rule of a phase a name of its own".into()),
             (Problem::NoMaximum { argument }, _) => Some(format!("give `{argument}`, `bs` or `limit`")),
             _ => None,
         }
@@ -245,7 +312,8 @@ impl Issue {
     /// The known word nearest to what was written, if one is near enough to have been meant.
     fn did_you_mean(&self, words: &[&str]) -> Option<String> {
         let written = match (&self.problem, &self.value) {
-            (Problem::UnknownKey { .. } | Problem::UnknownPhase, _) => self.key(),
+            (Problem::UnknownPhase, Value::Text(word)) => word,
+            (Problem::UnknownKey { .. } | Problem::UnknownPhase | Problem::UnknownOption, _) => self.key(),
             (_, Value::Text(word)) => word,
             _ => return None,
         };
@@ -260,20 +328,30 @@ impl Issue {
 /// The issue as a user reads it: `path: message [code]`, and the hint on a line of its own.
 impl fmt::Display for Issue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_issue(f, &self.path, &self.message(), self.code(), self.hint().as_deref())
+        let place = place(&self.path, self.source.as_deref());
+        write_issue(f, &place, &self.message(), self.code(), self.hint().as_deref())
+    }
+}
+
+/// Where an issue is: the path, and who says it.
+pub(crate) fn place(path: &str, source: Option<&str>) -> String {
+    match (path, source) {
+        (path, None) => path.to_owned(),
+        ("", Some(source)) => source.to_owned(),
+        (path, Some(source)) => format!("{path} ({source})"),
     }
 }
 
 /// Writes an issue from its parts, which is all that the Python class of an issue keeps.
 pub(crate) fn write_issue(
     f: &mut impl fmt::Write,
-    path: &str,
+    place: &str,
     message: &str,
     code: &str,
     hint: Option<&str>,
 ) -> fmt::Result {
-    if !path.is_empty() {
-        write!(f, "{path}: ")?;
+    if !place.is_empty() {
+        write!(f, "{place}: ")?;
     }
     write!(f, "{message} [{code}]")?;
     hint.map_or(Ok(()), |hint| write!(f, "\n  hint: {hint}"))
@@ -322,7 +400,7 @@ fn one_of(words: &[&str]) -> String {
 }
 
 /// "`a`, `b` or `c`".
-fn listed(words: &[&str], joiner: &str) -> String {
+pub(crate) fn listed(words: &[&str], joiner: &str) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
     match quoted.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} {joiner} {last}", rest.join(", ")),
