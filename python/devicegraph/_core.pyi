@@ -1,6 +1,6 @@
 """The Rust core: configuration rules, buckets, planning and memory layout. Torch-free."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Final, Literal, Protocol, final
 
@@ -120,8 +120,8 @@ class ConfigIssue:
 
         Errors: `json-syntax`, `toml-syntax`, `not-utf8`, `unknown-file-type`, `wrong-type`, `out-of-range`,
         `empty-list`, `unknown-backend`, `backend-not-allowed`, `unknown-compiler`, `unknown-key`, `unknown-phase`,
-        `repeated-key`, `sizes-disagree`, `no-maximum`, `unknown-option`, `options-disagree`, `rule-forbids`,
-        `repeated-rule`. Warnings: `compiler-unused`, `rule-outweighed`.
+        `repeated-key`, `sizes-disagree`, `unknown-option`, `options-disagree`, `rule-forbids`, `repeated-rule`; for
+        buckets also `no-maximum`, `no-bytes`, `unknown-preset`. Warnings: `compiler-unused`, `rule-outweighed`.
         """
 
     @property
@@ -435,6 +435,8 @@ class Buckets:
         alignment: int | None = 1,
         limit: int | None = None,
         max_graphs: int | None = None,
+        max_bytes: int | None = None,
+        bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
     ) -> Self:
         """An explicit list, of requests or tokens.
 
@@ -446,6 +448,9 @@ class Buckets:
                 size within it is added, so that a full batch has a bucket.
             max_graphs: how many sizes to keep: the smallest, the largest, and between them those that grow most evenly
                 by ratio; of one, the largest.
+            max_bytes: how many bytes the graphs may take together. As many sizes are kept as fit, chosen as above; where
+                the largest does not even fit alone, the largest that does takes its place.
+            bytes_per_size: the bytes of one graph: a number, a table that has each size, or a function of the size.
 
         Raises:
             ConfigError: with everything that is wrong in `issues`. What does not fit is no error: see `dropped`.
@@ -482,6 +487,10 @@ class Buckets:
     def padding(self) -> bool:
         """Whether a size in between is padded to the next larger bucket."""
 
+    @property
+    def total_bytes(self) -> int | None:
+        """The bytes of all graphs together; None where those of each were not given."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
     def __contains__(self, size: object, /) -> bool: ...
@@ -499,12 +508,16 @@ def decode_buckets(
     token_alignment: int | None = 1,
     limit: int | None = None,
     max_graphs: int | None = None,
+    max_bytes: int | None = None,
+    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    preset: str | None = "default",
 ) -> Buckets:
     """The buckets of decode, in requests.
 
     The default list is 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, then by 32; with several tokens a request 1..8,
-    10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The maximum is always in it,
-    exactly. Its entries are rounded up to the alignment.
+    10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The `dense` one is 1..32,
+    34..64 by 2, 68..128 by 4, 136..256 by 8, then by 16. The maximum is always in it, exactly. Its entries are rounded up
+    to the alignment.
 
     `phase.max_bs` and `phase.bs` of a `PhaseConfig` go in as they are, with the engine's own maximum as `limit`.
 
@@ -519,6 +532,9 @@ def decode_buckets(
             share out the tokens: their number).
         limit: the largest size that the engine can run.
         max_graphs: how many sizes to keep, as `Buckets` does.
+        max_bytes: how many bytes the graphs may take together, as `Buckets` takes it.
+        bytes_per_size: the bytes of one graph, as `Buckets` takes them.
+        preset: which default list, where `bs` is not given: `default`, or `dense` for less padding with more graphs.
 
     Raises:
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
@@ -532,12 +548,16 @@ def prefill_buckets(
     alignment: int | None = 1,
     limit: int | None = None,
     max_graphs: int | None = None,
+    max_bytes: int | None = None,
+    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    preset: str | None = "default",
 ) -> Buckets:
     """The buckets of prefill, in tokens.
 
     The default list is 4..32 by 4, 48..256 by 16, 288..512 by 32, 576..1024 by 64, 1280..4096 by 256, then by 512. The
-    maximum is always in it, exactly. Its entries are rounded up to the alignment. Without padding the list is the same
-    and only these exact numbers of tokens have a bucket.
+    maximum is always in it, exactly. Its entries are rounded up to the alignment. The `dense` one is 4..64 by 4, 72..256
+    by 8, 272..512 by 16, 544..1024 by 32, 1088..2048 by 64, 2176..4096 by 128, then by 256. Without padding the list is
+    the same and only these exact numbers of tokens have a bucket.
 
     Args:
         max_tokens: the largest size; without one, the largest of `bs`, or the limit.
@@ -547,6 +567,9 @@ def prefill_buckets(
         alignment: what every size must be a multiple of.
         limit: the largest size that the engine can run.
         max_graphs: how many sizes to keep, as `Buckets` does.
+        max_bytes: how many bytes the graphs may take together, as `Buckets` takes it.
+        bytes_per_size: the bytes of one graph, as `Buckets` takes them.
+        preset: which default list, where `bs` is not given: `default`, or `dense` for less padding with more graphs.
 
     Raises:
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.

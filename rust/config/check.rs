@@ -187,6 +187,20 @@ impl Checker {
         })
     }
 
+    /// A number of bytes; null is none.
+    pub(crate) fn bytes(&mut self, path: &str, value: &Value) -> Option<u64> {
+        let problem = match value {
+            Value::Null => return None,
+            Value::Int(number) => match u64::try_from(*number) {
+                Ok(bytes) => return Some(bytes),
+                Err(_) => Problem::NegativeBytes,
+            },
+            _ => Problem::WrongType(Expected::Bytes),
+        };
+        self.report(path, value, problem);
+        None
+    }
+
     /// A list of sizes, sorted, each once; null is none.
     pub(crate) fn sizes(&mut self, path: &str, value: &Value) -> Option<Vec<u32>> {
         let items = match value {

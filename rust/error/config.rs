@@ -1,9 +1,11 @@
-//! What can be wrong with a configuration, and how that reads.
+//! How what is wrong with a configuration reads.
 
 use std::fmt;
 
+use super::{Expected, Problem};
+use crate::buckets::PRESETS;
 use crate::config::{BACKENDS, COMPILERS, LARGEST_SIZE, PHASES, TC_PIECEWISE};
-use crate::document::{Position, Value};
+use crate::document::Value;
 use crate::layers::Source;
 use crate::options::{ConfigOption, OPTIONS};
 
@@ -20,127 +22,6 @@ pub struct Issue {
     pub source: Option<String>,
 }
 
-/// What can be wrong with a configuration, or with a request for buckets.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Problem {
-    /// The text is not JSON.
-    JsonSyntax {
-        /// Where reading stopped.
-        position: Position,
-        /// Why.
-        reason: String,
-    },
-    /// The text is not TOML.
-    TomlSyntax {
-        /// Where reading stopped.
-        position: Position,
-        /// Why.
-        reason: String,
-    },
-    /// The file is not text.
-    NotUtf8 {
-        /// The first byte that starts no character, counted from 0.
-        offset: usize,
-    },
-    /// The file's suffix says neither JSON nor TOML.
-    UnknownFileType,
-    /// A value of another type.
-    WrongType(Expected),
-    /// A number that is no size.
-    OutOfRange,
-    /// A list of sizes without a size.
-    EmptyList,
-    /// A word that no phase has as a backend.
-    UnknownBackend {
-        /// The phase's backends.
-        allowed: &'static [&'static str],
-    },
-    /// A backend that this phase cannot have.
-    BackendNotAllowed {
-        /// The phase's backends.
-        allowed: &'static [&'static str],
-    },
-    /// A word that is no compiler.
-    UnknownCompiler,
-    /// An entry that is no key of its object.
-    UnknownKey {
-        /// The object's keys.
-        known: Vec<&'static str>,
-    },
-    /// A phase's key outside a phase.
-    MisplacedKey,
-    /// An object that is no phase.
-    UnknownPhase,
-    /// A key that its object already has.
-    RepeatedKey,
-    /// `max_bs` beside a `bs` whose largest entry is another.
-    SizesDisagree {
-        /// The largest entry of `bs`.
-        largest: u32,
-    },
-    /// A compiler beside a backend that compiles nothing.
-    CompilerUnused {
-        /// That backend.
-        backend: &'static str,
-    },
-    /// An option that there is not.
-    UnknownOption,
-    /// A deprecated option that sets a key to another value than an earlier one does.
-    OptionsDisagree {
-        /// The earlier option.
-        other: String,
-        /// What it says.
-        other_value: Value,
-    },
-    /// An explicit backend that a hard rule is against.
-    RuleForbids {
-        /// The rule.
-        rule: String,
-        /// Its reason.
-        reason: String,
-    },
-    /// An explicit backend that a soft rule is against.
-    RuleOutweighed {
-        /// The rule.
-        rule: String,
-        /// Its reason.
-        reason: String,
-    },
-    /// Two rules with one name about one phase.
-    RepeatedRule,
-    /// A bucket list that is bounded by nothing.
-    NoMaximum {
-        /// The argument that gives the maximum.
-        argument: &'static str,
-    },
-    /// Two alignments whose common multiple is above every size.
-    StepTooLarge {
-        /// That multiple.
-        step: u64,
-    },
-}
-
-/// A type of value, as an error names it.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Expected {
-    /// One of some words.
-    Word(&'static [&'static str]),
-    /// A size.
-    Size,
-    /// A list of sizes.
-    Sizes,
-    /// A boolean.
-    Flag,
-    /// An object with some keys.
-    Object(Vec<&'static str>),
-    /// Text that says something.
-    Text,
-    /// A list of backends.
-    Words,
-    /// What pickle keeps of a configuration.
-    State,
-}
-
 impl fmt::Display for Expected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -151,6 +32,10 @@ impl fmt::Display for Expected {
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
             Self::Text => f.write_str("text"),
             Self::Words => f.write_str("a list of at least one backend"),
+            Self::Bytes => f.write_str("an integer of at least 0"),
+            Self::BytesPerSize => {
+                f.write_str("an integer, a mapping from sizes to integers, or a function of the size")
+            }
             Self::State => f.write_str("the state of a configuration, as pickle keeps it"),
         }
     }
@@ -174,7 +59,7 @@ impl Issue {
             Problem::NotUtf8 { .. } => "not-utf8",
             Problem::UnknownFileType => "unknown-file-type",
             Problem::WrongType(_) => "wrong-type",
-            Problem::OutOfRange | Problem::StepTooLarge { .. } => "out-of-range",
+            Problem::OutOfRange | Problem::StepTooLarge { .. } | Problem::NegativeBytes => "out-of-range",
             Problem::EmptyList => "empty-list",
             Problem::UnknownBackend { .. } => "unknown-backend",
             Problem::BackendNotAllowed { .. } => "backend-not-allowed",
@@ -190,6 +75,8 @@ impl Issue {
             Problem::RuleOutweighed { .. } => "rule-outweighed",
             Problem::RepeatedRule => "repeated-rule",
             Problem::NoMaximum { .. } => "no-maximum",
+            Problem::NoBytesPerSize | Problem::NoBytesOfSize => "no-bytes",
+            Problem::UnknownPreset => "unknown-preset",
         }
     }
 
@@ -238,6 +125,10 @@ impl Issue {
             }
             Problem::RepeatedRule => format!("two rules have the name {value}"),
             Problem::NoMaximum { .. } => "nothing says how large the largest bucket is".into(),
+            Problem::NoBytesPerSize => "nothing says how many bytes a graph takes".into(),
+            Problem::NoBytesOfSize => "nothing says how many bytes the graph of this size takes".into(),
+            Problem::NegativeBytes => format!("{value} is not {}", Expected::Bytes),
+            Problem::UnknownPreset => format!("{value} is not {}", one_of(&PRESETS)),
             Problem::StepTooLarge { step } => {
                 format!("every size would have to be a multiple of {step}, and the largest is {LARGEST_SIZE}")
             }
@@ -254,6 +145,8 @@ impl Issue {
             Problem::UnknownCompiler => Some(one_of(&COMPILERS)),
             Problem::UnknownKey { known } => Some(one_of(known)),
             Problem::UnknownPhase => Some(one_of(&PHASES)),
+            Problem::NegativeBytes => Some(Expected::Bytes.to_string()),
+            Problem::UnknownPreset => Some(one_of(&PRESETS)),
             Problem::UnknownFileType => Some("a name that ends in `.json` or `.toml`".into()),
             Problem::SizesDisagree { largest } => Some(largest.to_string()),
             _ => None,
@@ -300,6 +193,8 @@ impl Issue {
             (Problem::RuleOutweighed { .. }, _) => Some("leave `backend` out, and the rule decides".into()),
             (Problem::RepeatedRule, _) => Some("give each rule of a phase a name of its own".into()),
             (Problem::NoMaximum { argument }, _) => Some(format!("give `{argument}`, `bs` or `limit`")),
+            (Problem::NoBytesPerSize, _) => Some("give `bytes_per_size`".into()),
+            (Problem::UnknownPreset, _) => self.did_you_mean(&PRESETS),
             _ => None,
         }
     }
