@@ -124,9 +124,10 @@ impl Config {
         self
     }
 
-    /// With only what people named on top.
-    pub(crate) fn with_explicit_layers_of(self, other: &Self) -> Self {
-        let explicit = other.layers.iter().cloned().map(|mut layer| {
+    /// The same with what people named in another configuration on top, layer by layer; what rules made of it stays
+    /// behind.
+    pub fn with_config(self, higher: &Self) -> Self {
+        let explicit = higher.layers.iter().cloned().map(|mut layer| {
             layer.retain(Source::is_explicit);
             layer
         });

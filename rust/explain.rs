@@ -108,8 +108,10 @@ impl Explained {
             Some(instead) => format!("{} names `{instead}`", self.source),
             None => self.source.to_string(),
         };
-        let overrode =
-            |entry: &Entry| [String::new(), format!("not {}", plain(&entry.value)), entry.source.to_string()];
+        let overrode = |entry: &Entry| {
+            let verb = if Some(&entry.value) == self.value.as_ref() { "also" } else { "not" };
+            [String::new(), format!("{verb} {}", plain(&entry.value)), entry.source.to_string()]
+        };
         [[self.path.to_owned(), value, from]].into_iter().chain(self.overrode.iter().map(overrode)).collect()
     }
 }

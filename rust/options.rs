@@ -224,6 +224,7 @@ impl Config {
         }
         checker.finish(())?;
         let config = [deprecated, current, document].into_iter().fold(Self::default(), Self::with_layer);
-        Ok((whole.map_or(config.clone(), |whole| config.with_explicit_layers_of(whole)), used))
+        let config = if let Some(whole) = whole { config.with_config(whole) } else { config };
+        Ok((config, used))
     }
 }

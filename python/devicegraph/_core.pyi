@@ -448,8 +448,8 @@ class Buckets:
                 size within it is added, so that a full batch has a bucket.
             max_graphs: how many sizes to keep: the smallest, the largest, and between them those that grow most evenly
                 by ratio; of one, the largest.
-            max_bytes: how many bytes the graphs may take together. As many sizes are kept as fit, chosen as above; where
-                the largest does not even fit alone, the largest that does takes its place.
+            max_bytes: how many bytes the graphs may take together. As many sizes are kept as fit, chosen as above;
+                where the largest does not even fit alone, the largest that does takes its place.
             bytes_per_size: the bytes of one graph: a number, a table that has each size, or a function of the size.
 
         Raises:
@@ -516,8 +516,8 @@ def decode_buckets(
 
     The default list is 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, then by 32; with several tokens a request 1..8,
     10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The `dense` one is 1..32,
-    34..64 by 2, 68..128 by 4, 136..256 by 8, then by 16. The maximum is always in it, exactly. Its entries are rounded up
-    to the alignment.
+    34..64 by 2, 68..128 by 4, 136..256 by 8, then by 16. The maximum is always in it, exactly. Its entries are rounded
+    up to the alignment.
 
     `phase.max_bs` and `phase.bs` of a `PhaseConfig` go in as they are, with the engine's own maximum as `limit`.
 
@@ -555,9 +555,9 @@ def prefill_buckets(
     """The buckets of prefill, in tokens.
 
     The default list is 4..32 by 4, 48..256 by 16, 288..512 by 32, 576..1024 by 64, 1280..4096 by 256, then by 512. The
-    maximum is always in it, exactly. Its entries are rounded up to the alignment. The `dense` one is 4..64 by 4, 72..256
-    by 8, 272..512 by 16, 544..1024 by 32, 1088..2048 by 64, 2176..4096 by 128, then by 256. Without padding the list is
-    the same and only these exact numbers of tokens have a bucket.
+    maximum is always in it, exactly. Its entries are rounded up to the alignment. The `dense` one is 4..64 by 4,
+    72..256 by 8, 272..512 by 16, 544..1024 by 32, 1088..2048 by 64, 2176..4096 by 128, then by 256. Without padding
+    the list is the same and only these exact numbers of tokens have a bucket.
 
     Args:
         max_tokens: the largest size; without one, the largest of `bs`, or the limit.

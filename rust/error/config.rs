@@ -30,7 +30,7 @@ impl fmt::Display for Expected {
             Self::Sizes => write!(f, "a list of integers from 1 to {LARGEST_SIZE}"),
             Self::Flag => f.write_str("`true` or `false`"),
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
-            Self::Text => f.write_str("text"),
+            Self::Text => f.write_str("text with words in it"),
             Self::Words => f.write_str("a list of at least one backend"),
             Self::Bytes => f.write_str("an integer of at least 0"),
             Self::BytesPerSize => {
@@ -174,7 +174,7 @@ impl Issue {
             (Problem::UnknownKey { known }, _) => self.did_you_mean(known),
             (Problem::MisplacedKey, _) => Some(format!("write it inside {}", listed(&PHASES, "or"))),
             (Problem::UnknownPhase, _) => self.did_you_mean(&PHASES),
-            (Problem::RepeatedKey, _) => Some("keep one of them".into()),
+            (Problem::RepeatedKey | Problem::OptionsDisagree { .. }, _) => Some("keep one of them".into()),
             (Problem::SizesDisagree { largest }, size) => {
                 let key = self.key();
                 Some(format!("leave `{key}` out, or set it to {largest}, or add {size} to `bs`"))
@@ -185,9 +185,6 @@ impl Issue {
             (Problem::UnknownOption, _) => {
                 let keywords: Vec<String> = OPTIONS.iter().map(ConfigOption::keyword).collect();
                 self.did_you_mean(&keywords.iter().map(String::as_str).collect::<Vec<_>>())
-            }
-            (Problem::OptionsDisagree { .. }, _) => {
-                Some(format!("keep one of them, or say it with `{}`", OPTIONS[0].flag))
             }
             (Problem::RuleForbids { .. }, _) => Some("leave `backend` out, or set it to `disabled`".into()),
             (Problem::RuleOutweighed { .. }, _) => Some("leave `backend` out, and the rule decides".into()),

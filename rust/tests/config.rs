@@ -2,59 +2,17 @@
 
 #![expect(clippy::expect_used, reason = "a helper that panics is a test that fails")]
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
-
 use devicegraph::buckets::{Arguments, Buckets};
 use devicegraph::config::{Config, Export, KEYS, Phase};
 use devicegraph::document::Value;
 use devicegraph::error::ConfigError;
-use devicegraph::layers::Source;
 use insta::assert_snapshot;
-use proptest::collection::{btree_set, vec};
-use proptest::option;
 use proptest::prelude::*;
-use proptest::sample::select;
 
-/// What a document names, by path, and merging in the words of the rule.
-mod naive {
-    use super::{BTreeMap, Value};
+#[allow(dead_code, reason = "each test uses some of it")]
+mod documents;
 
-    pub(crate) type Named = BTreeMap<String, Value>;
-
-    pub(crate) fn named(document: &Value) -> Named {
-        let Value::Object(entries) = document else {
-            return Named::new();
-        };
-        let mut named = Named::new();
-        for (name, value) in entries {
-            match value {
-                Value::Null => {}
-                Value::Object(keys) => named.extend(
-                    keys.iter().filter(|(_, v)| *v != Value::Null).map(|(key, v)| (format!("{name}.{key}"), v.clone())),
-                ),
-                value => drop(named.insert(name.clone(), value.clone())),
-            }
-        }
-        named
-    }
-
-    /// The higher one wins key by key, and of `bs` and `max_bs` it wins both.
-    pub(crate) fn merged(lower: &Named, higher: &Named) -> Named {
-        let mut all = lower.clone();
-        for phase in ["decode", "prefill"] {
-            let pair = [format!("{phase}.bs"), format!("{phase}.max_bs")];
-            if pair.iter().any(|key| higher.contains_key(key)) {
-                all.retain(|key, _| !pair.contains(key));
-            }
-        }
-        all.extend(higher.clone());
-        all
-    }
-}
-
-/// Who says everything here; its name is in no message.
-const SOURCE: Source = Source::Config(Cow::Borrowed("a test"));
+use documents::{SOURCE, any_document, good, good_document, naive, object, phase};
 
 fn from_value(document: &Value) -> Result<Config, ConfigError> {
     Config::from_value(document, &SOURCE)
@@ -62,72 +20,6 @@ fn from_value(document: &Value) -> Result<Config, ConfigError> {
 
 fn from_json(text: &str) -> Result<Config, ConfigError> {
     Config::from_json(text, &SOURCE)
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Value {
-    Value::Object(entries.map(|(name, value)| (name.to_owned(), value)).into())
-}
-
-fn sizes() -> impl Strategy<Value = (Value, Value)> {
-    let list = btree_set(1..2000u32, 1..6).prop_map(|sizes| {
-        let largest = sizes.last().copied().unwrap_or(1);
-        (Value::Int(largest.into()), Value::List(sizes.into_iter().map(|size| Value::Int(size.into())).collect()))
-    });
-    // Either of the two, both in agreement, or none.
-    (list, 0..4u8).prop_map(|((max_bs, bs), which)| match which {
-        0 => (Value::Null, Value::Null),
-        1 => (max_bs, Value::Null),
-        2 => (Value::Null, bs),
-        _ => (max_bs, bs),
-    })
-}
-
-fn phase(phase: Phase) -> impl Strategy<Value = Value> {
-    let word = |words: &'static [&'static str]| {
-        option::of(select(words)).prop_map(|word| word.map_or(Value::Null, |word| Value::Text(word.into())))
-    };
-    (word(phase.backends()), sizes(), word(&["eager", "inductor"])).prop_map(|(backend, (max_bs, bs), compiler)| {
-        object([("backend", backend), ("max_bs", max_bs), ("bs", bs), ("tc_compiler", compiler)])
-    })
-}
-
-fn good_document() -> impl Strategy<Value = Value> {
-    let padding = option::of(any::<bool>()).prop_map(|flag| flag.map_or(Value::Null, Value::Bool));
-    (phase(Phase::Decode), phase(Phase::Prefill), padding)
-        .prop_map(|(decode, prefill, padding)| object([("decode", decode), ("prefill", prefill), ("padding", padding)]))
-}
-
-/// Documents made of the right words in any place, and of a few wrong ones.
-fn any_document() -> impl Strategy<Value = Value> {
-    const WORDS: [&str; 12] = [
-        "decode",
-        "prefill",
-        "padding",
-        "backend",
-        "max_bs",
-        "bs",
-        "tc_compiler",
-        "full",
-        "disabled",
-        "eager",
-        "ful",
-        "",
-    ];
-    let leaf = prop_oneof![
-        Just(Value::Null),
-        any::<bool>().prop_map(Value::Bool),
-        (-2..10i64).prop_map(Value::Int),
-        any::<f64>().prop_map(Value::Float),
-        select(&WORDS[..]).prop_map(|word| Value::Text(word.into())),
-    ];
-    leaf.prop_recursive(4, 40, 6, |inner| {
-        let entry = (select(&WORDS[..]), inner.clone()).prop_map(|(name, value)| (name.to_owned(), value));
-        prop_oneof![vec(inner, 0..4).prop_map(Value::List), vec(entry, 0..6).prop_map(Value::Object)]
-    })
-}
-
-fn good(document: &Value) -> Config {
-    from_value(document).expect("the document is good")
 }
 
 fn export(config: &Config, export: Export) -> naive::Named {
