@@ -11,11 +11,11 @@ import importlib
 TYPE_CHECKING = False  # as type checkers read it; `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from devicegraph._core import __version__ as __version__
-    from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
-    from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
     from devicegraph.args import add_cuda_graph_args as add_cuda_graph_args
     from devicegraph.args import config_from_args as config_from_args
     from devicegraph.args import config_from_options as config_from_options
+    from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
+    from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
     from devicegraph.buckets import Buckets as Buckets
     from devicegraph.buckets import DroppedBucket as DroppedBucket
     from devicegraph.buckets import decode_buckets as decode_buckets
@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from devicegraph.report import CapturedBucket as CapturedBucket
     from devicegraph.report import CaptureReport as CaptureReport
     from devicegraph.report import DroppedCapture as DroppedCapture
+    from devicegraph.rules import FACTS as FACTS
+    from devicegraph.rules import READY_RULES as READY_RULES
+    from devicegraph.rules import Rule as Rule
+    from devicegraph.rules import resolve_config as resolve_config
     from devicegraph.runners.base import BaseCudaGraphRunner as BaseCudaGraphRunner
     from devicegraph.runners.capture_mode import compile_in_capture_mode as compile_in_capture_mode
     from devicegraph.runners.capture_mode import freeze_gc as freeze_gc
@@ -76,10 +80,6 @@ if TYPE_CHECKING:
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
-    from devicegraph.ready_rules import FACTS as FACTS
-    from devicegraph.ready_rules import READY_RULES as READY_RULES
-    from devicegraph.rules import Rule as Rule
-    from devicegraph.rules import resolve_config as resolve_config
 
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
@@ -178,8 +178,7 @@ _MODULES = {
         "PaddingPolicy",
     ),
     "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
-    "ready_rules": ("FACTS", "READY_RULES"),
-    "rules": ("Rule", "resolve_config"),
+    "rules": ("FACTS", "READY_RULES", "Rule", "resolve_config"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

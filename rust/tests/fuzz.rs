@@ -5,7 +5,7 @@
 //! `DEVICEGRAPH_FUZZ_SECONDS` it is a fixed number of rounds and the same on every machine; with it, as in CI, it goes
 //! on for that long.
 
-#![expect(clippy::expect_used, reason = "a helper that panics is a test that fails")]
+#![expect(clippy::expect_used, clippy::print_stdout, reason = "a test, and what a failed run leaves to read")]
 
 use std::collections::HashSet;
 use std::panic::{catch_unwind, resume_unwind};

@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = read_config(arguments.config)
         phase = config[arguments.phase]
         if phase.backend == Backend.DISABLED:
-            raise ConfigError(f"{arguments.phase} is disabled by the configuration: it has no sizes", code="disabled")
+            raise ConfigError(
+                f"{arguments.phase} is disabled by the configuration: it has no sizes", code="phase-disabled"
+            )
         if maximum is None and bs is None:
             maximum, bs = phase.max_bs, phase.bs
         padding = padding and config.padding

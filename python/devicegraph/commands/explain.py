@@ -9,8 +9,7 @@ from devicegraph._core import CONFIG_OPTIONS, config_schema, read_argument
 from devicegraph.args import add_cuda_graph_args, config_from_options
 from devicegraph.config import CudaGraphConfig
 from devicegraph.errors import ConfigError
-from devicegraph.ready_rules import FACTS
-from devicegraph.rules import resolve_config
+from devicegraph.rules import FACTS, resolve_config
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
