@@ -89,19 +89,17 @@ fn outcome(config: &Config, phase: Phase, rules: &[(Rule, bool)]) -> Outcome {
             assert!(error.issues.iter().all(|issue| issue.path == path && issue.code() == "rule-forbids"));
             Outcome::Forbidden(rule_names(&error.to_string()))
         }
-        Ok(resolved) => match resolved.phase(phase).reason() {
-            Some(reason) => {
+        Ok(resolved) => {
+            if let Some(reason) = resolved.phase(phase).reason() {
                 let names = rule_names(&resolved.explain().to_string());
                 assert_eq!(rule_names(&reason), names[..1]);
                 assert!(!explicit(&resolved, phase) && backend(&resolved, phase) == DISABLED);
-                Outcome::Disabled(names)
+                return Outcome::Disabled(names);
             }
-            None => {
-                assert_eq!(resolved, *config);
-                let warnings = resolved.warnings().into_iter().filter(|issue| issue.code() == "rule-outweighed");
-                Outcome::Kept(warnings.flat_map(|issue| rule_names(&issue.to_string())).collect())
-            }
-        },
+            assert_eq!(resolved, *config);
+            let warnings = resolved.warnings().into_iter().filter(|issue| issue.code() == "rule-outweighed");
+            Outcome::Kept(warnings.flat_map(|issue| rule_names(&issue.to_string())).collect())
+        }
     }
 }
 
