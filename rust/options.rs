@@ -75,10 +75,9 @@ pub static OPTIONS: [ConfigOption; 20] = [
 ];
 
 impl ConfigOption {
-    /// The option of a name, typed (`--cuda-graph-bs`) or as a keyword argument (`cuda_graph_bs`).
-    pub fn named(name: &str) -> Option<&'static Self> {
-        let matches = |option: &&Self| option.keyword() == name || option.flag == name;
-        OPTIONS.iter().find(matches)
+    /// Whether this is its name, typed (`--cuda-graph-bs`) or as a keyword argument (`cuda_graph_bs`).
+    pub fn is_named(&self, name: &str) -> bool {
+        self.flag == name || self.keyword() == name
     }
 
     /// Its name as a keyword argument.
@@ -199,15 +198,16 @@ impl Config {
         whole: Option<&Self>,
     ) -> Result<(Self, Vec<&'static ConfigOption>), ConfigError> {
         let mut checker = Checker::default();
-        for (name, value) in given.iter().filter(|(name, _)| ConfigOption::named(name).is_none()) {
-            checker.report(name, value, Problem::UnknownOption);
+        let mut values: [&Value; OPTIONS.len()] = [&Value::Null; OPTIONS.len()];
+        for (name, value) in given {
+            match OPTIONS.iter().position(|option| option.is_named(name)) {
+                Some(at) => values[at] = value,
+                None => checker.report(name, value, Problem::UnknownOption),
+            }
         }
         let (mut deprecated, mut current, mut document) = (Layer::default(), Layer::default(), Layer::default());
         let mut used = Vec::new();
-        for option in &OPTIONS {
-            let value =
-                given.iter().find(|(name, _)| ConfigOption::named(name).is_some_and(|o| std::ptr::eq(o, option)));
-            let Some((_, value)) = value.filter(|(_, value)| *value != Value::Null) else { continue };
+        for (option, value) in OPTIONS.iter().zip(values).filter(|(_, value)| **value != Value::Null) {
             let layer = match (&option.takes, option.deprecated) {
                 (Takes::Config, _) => &mut document,
                 (_, true) => &mut deprecated,

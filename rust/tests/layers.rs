@@ -215,8 +215,7 @@ fn every_key_has_a_current_option_and_every_deprecated_option_names_one() {
         let replacement = option.replacement().expect("it is deprecated");
         let current = OPTIONS.iter().find(|other| !other.deprecated && replacement.contains(other.flag));
         assert!(current.is_some(), "{replacement}");
-        assert_eq!(ConfigOption::named(option.flag).map(|option| option.flag), Some(option.flag));
-        assert_eq!(ConfigOption::named(&option.keyword()).map(|option| option.flag), Some(option.flag));
+        assert!(option.is_named(option.flag) && option.is_named(&option.keyword()));
     }
     let names: BTreeSet<String> = OPTIONS.iter().map(ConfigOption::keyword).collect();
     assert_eq!(names.len(), OPTIONS.len());
