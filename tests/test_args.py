@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import devicegraph as dg
 from devicegraph import ConfigError, CudaGraphConfig, PhaseConfig
 from devicegraph._core import CONFIG_OPTIONS
-from test_config import documents
+from documents import documents
 
 if TYPE_CHECKING:
     from devicegraph._core import ConfigOption

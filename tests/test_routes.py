@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 import devicegraph as dg
 from devicegraph import ConfigError, CudaGraphConfig, PhaseConfig
 from devicegraph._core import CONFIG_OPTIONS, read_argument
+from documents import CASES, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,100 +35,14 @@ SWITCHES = {
     if len(option.keys) == 1
 }
 
-NAN = math.nan
-SIZE = "an integer from 1 to 1048576"
-DECODE = "one of `full`, `breakable`, `tc_piecewise` or `disabled`"
-PREFILL = "one of `breakable`, `tc_piecewise` or `disabled`"
-COMPILER = "one of `eager` or `inductor`"
-FLAG = "`true` or `false`"
-
-#: What one source says, and the verdict: the code and the message of its one problem, or None.
-CASES: list[tuple[dict[str, Any], tuple[str, str] | None]] = [
-    ({"decode.max_bs": 64}, None),
-    ({"prefill.max_bs": 8192}, None),
-    ({"decode.bs": [4, 1, 4, 2]}, None),
-    ({"prefill.bs": [4]}, None),
-    ({"decode.max_bs": 4, "decode.bs": [1, 4]}, None),
-    ({"decode.backend": "full"}, None),
-    ({"decode.backend": "disabled"}, None),
-    ({"prefill.backend": "breakable"}, None),
-    ({"prefill.backend": "disabled"}, None),
-    ({"prefill.tc_compiler": "inductor"}, None),
-    # Another backend beside the compiler: kept, and a warning that the verdict has too.
-    ({"prefill.backend": "breakable", "prefill.tc_compiler": "inductor"}, None),
-    ({"padding": False}, None),
-    ({"decode.max_bs": None, "decode.backend": "full"}, None),
-    ({"decode.max_bs": "four"}, ("wrong-type", f'`"four"` is a string, not {SIZE}')),
-    ({"decode.max_bs": "4"}, ("wrong-type", f'`"4"` is a string, not {SIZE}')),
-    ({"decode.max_bs": -1}, ("out-of-range", f"`-1` is not {SIZE}")),
-    ({"decode.max_bs": 0}, ("out-of-range", f"`0` is not {SIZE}")),
-    ({"prefill.max_bs": 2**20 + 1}, ("out-of-range", f"`1048577` is not {SIZE}")),
-    ({"decode.max_bs": True}, ("wrong-type", f"`true` is a boolean, not {SIZE}")),
-    ({"decode.max_bs": 1.5}, ("wrong-type", f"`1.5` is a float, not {SIZE}")),
-    ({"decode.max_bs": 4.0}, ("wrong-type", f"`4.0` is a float, not {SIZE}")),
-    ({"decode.max_bs": NAN}, ("wrong-type", f"`NaN` is a float, not {SIZE}")),
-    ({"decode.max_bs": []}, ("wrong-type", f"`[]` is a list, not {SIZE}")),
-    ({"decode.max_bs": {}}, ("wrong-type", f"`{{}}` is an object, not {SIZE}")),
-    ({"decode.bs": []}, ("empty-list", "`[]` names no size")),
-    ({"prefill.bs": []}, ("empty-list", "`[]` names no size")),
-    ({"decode.bs": [True]}, ("wrong-type", f"`true` is a boolean, not {SIZE}")),
-    ({"prefill.bs": [4, "8"]}, ("wrong-type", f'`"8"` is a string, not {SIZE}')),
-    ({"decode.bs": [4, NAN]}, ("wrong-type", f"`NaN` is a float, not {SIZE}")),
-    ({"decode.bs": [4, None]}, ("wrong-type", f"`null` is null, not {SIZE}")),
-    ({"decode.bs": [4, -1]}, ("out-of-range", f"`-1` is not {SIZE}")),
-    ({"decode.bs": 4}, ("wrong-type", "`4` is an integer, not a list of integers from 1 to 1048576")),
-    ({"decode.bs": "1,2"}, ("wrong-type", '`"1,2"` is a string, not a list of integers from 1 to 1048576')),
-    ({"decode.bs": {}}, ("wrong-type", "`{}` is an object, not a list of integers from 1 to 1048576")),
-    ({"decode.max_bs": 8, "decode.bs": [1, 4]}, ("sizes-disagree", "`8` is not the largest entry of `bs`, 4")),
-    ({"prefill.max_bs": 2, "prefill.bs": [1, 4]}, ("sizes-disagree", "`2` is not the largest entry of `bs`, 4")),
-    ({"decode.backend": "ful"}, ("unknown-backend", f'`"ful"` is not {DECODE}')),
-    ({"decode.backend": "Full"}, ("unknown-backend", f'`"Full"` is not {DECODE}')),
-    ({"decode.backend": ""}, ("unknown-backend", f'`""` is not {DECODE}')),
-    ({"decode.backend": True}, ("wrong-type", f"`true` is a boolean, not {DECODE}")),
-    ({"decode.backend": ["full"]}, ("wrong-type", f'`["full"]` is a list, not {DECODE}')),
-    ({"prefill.backend": "cuda"}, ("unknown-backend", f'`"cuda"` is not {PREFILL}')),
-    (
-        {"prefill.backend": "full"},
-        ("backend-not-allowed", '`"full"` needs the same shapes on every replay, and those of this phase vary'),
-    ),
-    ({"prefill.tc_compiler": "gcc"}, ("unknown-compiler", f'`"gcc"` is not {COMPILER}')),
-    ({"prefill.tc_compiler": 1}, ("wrong-type", f"`1` is an integer, not {COMPILER}")),
-    ({"decode.tc_compiler": "gcc"}, ("unknown-compiler", f'`"gcc"` is not {COMPILER}')),
-    ({"padding": "no"}, ("wrong-type", f'`"no"` is a string, not {FLAG}')),
-    ({"padding": 0}, ("wrong-type", f"`0` is an integer, not {FLAG}")),
-    (
-        {"decode.maxbs": 8},
-        ("unknown-key", "no such key; the keys here are `backend`, `max_bs`, `bs` and `tc_compiler`"),
-    ),
-    ({"paddin": True}, ("unknown-key", "no such key; the keys here are `decode`, `prefill` and `padding`")),
-    ({"max_bs": 8}, ("unknown-key", "a key of a phase, outside a phase")),
-    ({"prefil.max_bs": 8}, ("unknown-phase", "no such phase; the phases are `decode` and `prefill`")),
-    (
-        {"decode": [4]},
-        ("wrong-type", "`[4]` is a list, not an object with the keys `backend`, `max_bs`, `bs` and `tc_compiler`"),
-    ),
-    (
-        {"decode": "full"},
-        ("wrong-type", '`"full"` is a string, not an object with the keys `backend`, `max_bs`, `bs` and `tc_compiler`'),
-    ),
-]
-
 
 class _CannotSayError(Exception):
     """A route has no way to say this."""
 
 
-def _tree(said: dict[str, Any]) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-    for path, value in said.items():
-        *phase, key = path.split(".")
-        (document.setdefault(phase[0], {}) if phase else document)[key] = value
-    return document
-
-
 def _json(said: dict[str, Any]) -> str:
     try:
-        return json.dumps(_tree(said), allow_nan=False)
+        return json.dumps(tree(said), allow_nan=False)
     except ValueError:
         raise _CannotSayError from None
 
@@ -155,7 +69,7 @@ def _file(suffix: str, write: Callable[[dict[str, Any]], str]) -> Callable[[dict
 
 
 def _objects(said: dict[str, Any], _: Path) -> CudaGraphConfig:
-    document = _tree(said)
+    document = tree(said)
     if said.get("prefill.backend") == "cuda":
         raise _CannotSayError  # a phase that stands alone lists the backends of both phases
     try:
@@ -167,14 +81,14 @@ def _objects(said: dict[str, Any], _: Path) -> CudaGraphConfig:
 
 def _keywords(said: dict[str, Any], _: Path) -> CudaGraphConfig:
     try:
-        return CudaGraphConfig(**_tree(said))
+        return CudaGraphConfig(**tree(said))
     except TypeError:
         raise _CannotSayError from None
 
 
 def _changes(said: dict[str, Any], _: Path) -> CudaGraphConfig:
     config = CudaGraphConfig(padding=said.get("padding"))
-    for phase, keys in _tree({path: value for path, value in said.items() if path != "padding"}).items():
+    for phase, keys in tree({path: value for path, value in said.items() if path != "padding"}).items():
         try:
             config = config.with_phase(phase, **keys)
         except TypeError:
@@ -250,7 +164,7 @@ def _whole(make: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], 
 
 
 ROUTES: dict[str, Callable[[dict[str, Any], Path], CudaGraphConfig]] = {
-    "dict": lambda said, _: CudaGraphConfig.from_dict(_tree(said)),
+    "dict": lambda said, _: CudaGraphConfig.from_dict(tree(said)),
     "JSON text": lambda said, _: CudaGraphConfig.from_json(_json(said)),
     "JSON file": _file("json", _json),
     "TOML file": _file("toml", _toml),
@@ -259,9 +173,9 @@ ROUTES: dict[str, Callable[[dict[str, Any], Path], CudaGraphConfig]] = {
     "with_phase": _changes,
     "options": _options(_current),
     "deprecated options": _options(_deprecated),
-    "an option with a dict": _options(_whole(_tree)),
+    "an option with a dict": _options(_whole(tree)),
     "an option with JSON": _options(_whole(_json)),
-    "an option with an object": _options(_whole(lambda said: CudaGraphConfig.from_dict(_tree(said)))),
+    "an option with an object": _options(_whole(lambda said: CudaGraphConfig.from_dict(tree(said)))),
     "command line": _command_line(_current),
     "deprecated command line": _command_line(_deprecated),
     "command line with JSON": _command_line(_whole(_json)),

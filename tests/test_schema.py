@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from devicegraph import ConfigError, CudaGraphConfig
 from devicegraph._core import config_schema
-from test_config import documents
-from test_routes import CASES, _tree
+from documents import CASES, documents, tree
 
 SCHEMA = config_schema()
 VALIDATOR = jsonschema.Draft4Validator(SCHEMA)
@@ -40,7 +39,7 @@ def test_the_schema_is_one() -> None:
     VALIDATOR.check_schema(SCHEMA)
 
 
-@pytest.mark.parametrize("document", [_tree(said) for said, _ in CASES], ids=str)
+@pytest.mark.parametrize("document", [tree(said) for said, _ in CASES], ids=str)
 def test_the_schema_and_the_validator_agree_about_the_documents_of_every_route(document: dict[str, Any]) -> None:
     assert VALIDATOR.is_valid(document) == _accepted(document)
 

@@ -84,6 +84,11 @@ if TYPE_CHECKING:
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
     "_core": ("__version__",),
+    "args": (
+        "add_cuda_graph_args",
+        "config_from_args",
+        "config_from_options",
+    ),
     "backends": (
         "BaseCudaGraphBackend",
         "resolve_decode_backend",
@@ -94,7 +99,6 @@ _MODULES = {
         "decode_buckets",
         "prefill_buckets",
     ),
-    "args": ("add_cuda_graph_args", "config_from_args", "config_from_options"),
     "config": (
         "ALLOWED_BACKENDS_PER_PHASE",
         "Backend",
@@ -155,6 +159,12 @@ _MODULES = {
         "CapturedBucket",
         "DroppedCapture",
     ),
+    "rules": (
+        "FACTS",
+        "READY_RULES",
+        "Rule",
+        "resolve_config",
+    ),
     "runners.base": ("BaseCudaGraphRunner",),
     "runners.capture_mode": (
         "compile_in_capture_mode",
@@ -177,8 +187,6 @@ _MODULES = {
         "GraphSlot",
         "PaddingPolicy",
     ),
-    "errors": ("BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"),
-    "rules": ("FACTS", "READY_RULES", "Rule", "resolve_config"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -24,6 +24,10 @@ __all__ = ["COMMANDS", "main"]
 
 #: Each command: its module, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (
+        "devicegraph.demo.command",
+        "serve prompts of a real model through captured graphs, and check every token",
+    ),
     "explain": ("devicegraph.commands.explain", "what a configuration comes to, and who said what"),
     "buckets": ("devicegraph.commands.buckets", "which sizes are captured, and why others are not"),
 }
