@@ -6,11 +6,12 @@
 mod arguments;
 mod lists;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-pub use arguments::Arguments;
-use lists::{DECODE, PREFILL, SPECULATIVE, thin, up_to};
+pub use arguments::{Arguments, PRESETS};
+use lists::{DECODE, DENSE_DECODE, DENSE_PREFILL, PREFILL, SPECULATIVE, thin, up_to, within};
 
 use crate::error::ConfigError;
 
@@ -25,17 +26,21 @@ pub struct Rules {
     pub limit: Option<u32>,
     /// How many graphs there may be.
     pub max_graphs: Option<u32>,
+    /// How many bytes the graphs may take together.
+    pub max_bytes: Option<u64>,
 }
 
 /// Why a size that was asked for is not in the list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// It is above this limit.
-    OverLimit(u32),
     /// It is not a multiple of this.
     NotAligned(u32),
+    /// It is above this limit.
+    OverLimit(u32),
     /// It was not among the this many that were kept.
     OverBudget(u32),
+    /// It was not among those that take no more than this many bytes together.
+    OverBytes(u64),
 }
 
 /// The sizes to capture, ascending, with what was asked for and why some of it is missing.
@@ -44,6 +49,8 @@ pub struct Buckets {
     asked: Vec<u32>,
     sizes: Vec<u32>,
     rules: Rules,
+    /// What the graphs of these sizes take, where somebody said it: of all sizes that nothing else took away.
+    bytes: BTreeMap<u32, u64>,
     /// For each live size its bucket, or 0.
     bucket_of: Vec<u32>,
 }
@@ -68,7 +75,16 @@ impl Buckets {
             sizes = thin(sizes, graphs as usize);
         }
         let bucket_of = table(&sizes, rules.padding);
-        Self { asked, sizes, rules, bucket_of }
+        Self { asked, sizes, rules, bytes: BTreeMap::new(), bucket_of }
+    }
+
+    /// The same with the bytes of each size known, within the budget of bytes if there is one.
+    fn weighed(mut self, bytes: BTreeMap<u32, u64>) -> Self {
+        if let Some(budget) = self.rules.max_bytes {
+            self.sizes = within(self.sizes, budget, |size| bytes.get(&size).copied().unwrap_or_default());
+            self.bucket_of = table(&self.sizes, self.rules.padding);
+        }
+        Self { bytes, ..self }
     }
 
     /// The default list for decode up to a maximum, or an explicit list; sizes are requests.
@@ -77,11 +93,12 @@ impl Buckets {
     /// Everything that is wrong with the arguments.
     pub fn decode(arguments: &Arguments) -> Result<Self, ConfigError> {
         let checked = arguments.check("max_bs")?;
-        Ok(checked.buckets(|maximum| match (checked.rules.padding, checked.num_tokens_per_bs) {
-            (false, _) => (1..=maximum).collect(),
-            (true, 1) => up_to(maximum, &DECODE),
-            (true, _) => up_to(maximum, &SPECULATIVE),
-        }))
+        checked.buckets(|maximum| match (checked.rules.padding, checked.dense, checked.num_tokens_per_bs) {
+            (false, _, _) => (1..=maximum).collect(),
+            (true, true, _) => up_to(maximum, &DENSE_DECODE),
+            (true, false, 1) => up_to(maximum, &DECODE),
+            (true, false, _) => up_to(maximum, &SPECULATIVE),
+        })
     }
 
     /// The default list for prefill up to a maximum, or an explicit list; sizes are tokens.
@@ -92,7 +109,8 @@ impl Buckets {
     /// # Errors
     /// Everything that is wrong with the arguments.
     pub fn prefill(arguments: &Arguments) -> Result<Self, ConfigError> {
-        Ok(arguments.check("max_tokens")?.buckets(|maximum| up_to(maximum, &PREFILL)))
+        let checked = arguments.check("max_tokens")?;
+        checked.buckets(|maximum| if checked.dense { up_to(maximum, &DENSE_PREFILL) } else { up_to(maximum, &PREFILL) })
     }
 
     /// An explicit list.
@@ -100,8 +118,7 @@ impl Buckets {
     /// # Errors
     /// Everything that is wrong with the arguments.
     pub fn explicit(arguments: &Arguments) -> Result<Self, ConfigError> {
-        let checked = arguments.check("bs")?;
-        Ok(Self::new(checked.bs.unwrap_or_default(), checked.rules))
+        arguments.check("bs")?.buckets(|_| Vec::new())
     }
 
     /// The bucket of a live size: the smallest that holds it, or without padding the one that equals it.
@@ -118,6 +135,18 @@ impl Buckets {
     /// The largest of them, or 0 where there is none.
     pub fn maximum(&self) -> u32 {
         self.sizes.last().copied().unwrap_or(0)
+    }
+
+    /// What the graph of each size takes, in bytes, where that was given: for all sizes but those that something else
+    /// than the budget of bytes took away.
+    pub fn bytes(&self) -> &BTreeMap<u32, u64> {
+        &self.bytes
+    }
+
+    /// What all graphs take together, where that of each was given.
+    pub fn total_bytes(&self) -> Option<u64> {
+        let of = |size: &u32| self.bytes.get(size).copied();
+        self.sizes.iter().map(of).try_fold(0_u64, |total, bytes| Some(total.saturating_add(bytes?)))
     }
 
     /// The sizes asked for, ascending; for a default list, all of it up to the maximum asked for.
@@ -140,6 +169,7 @@ impl Buckets {
         match self.rules {
             Rules { limit: Some(limit), .. } if size > limit => Reason::OverLimit(limit),
             Rules { alignment, .. } if !size.is_multiple_of(alignment) => Reason::NotAligned(alignment),
+            Rules { max_bytes: Some(bytes), .. } if self.bytes.contains_key(&size) => Reason::OverBytes(bytes),
             Rules { max_graphs, .. } => Reason::OverBudget(max_graphs.unwrap_or_default()),
         }
     }
@@ -169,10 +199,17 @@ impl fmt::Display for Buckets {
             writeln!(f, "added    {added}, the largest size within the limit")?;
         }
         let mut dropped: Vec<(u32, Reason)> = self.dropped().collect();
-        dropped.sort_by_key(|(size, reason)| (reason.code(), *size));
+        dropped.sort_by_key(|(size, reason)| (*reason, *size));
         for group in dropped.chunk_by(|(_, one), (_, other)| one == other) {
             let sizes: Vec<u32> = group.iter().map(|(size, _)| *size).collect();
             writeln!(f, "dropped  {}: {}", Runs(&sizes), group[0].1)?;
+        }
+        if let Some(total) = self.total_bytes().filter(|_| !self.bytes.is_empty()) {
+            write!(f, "bytes    {}", Bytes(total))?;
+            match self.rules.max_bytes {
+                Some(budget) => writeln!(f, " of {}", Bytes(budget))?,
+                None => writeln!(f)?,
+            }
         }
         let between = if self.rules.padding {
             "on: a size in between takes the next larger bucket"
@@ -205,6 +242,24 @@ impl fmt::Display for Runs<'_> {
             rest = &rest[taken..];
         }
         Ok(())
+    }
+}
+
+/// Bytes in the unit that keeps the number short.
+pub(crate) struct Bytes(pub(crate) u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        #[expect(clippy::cast_precision_loss, reason = "shown to one decimal place")]
+        let (mut value, mut unit) = (self.0 as f64, 0);
+        while value >= 1024.0 && unit < 4 {
+            value /= 1024.0;
+            unit += 1;
+        }
+        match unit {
+            0 => write!(f, "{} bytes", self.0),
+            _ => write!(f, "{value:.1} {}", ["", "KiB", "MiB", "GiB", "TiB"][unit]),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use crate::error::{Issue, Problem};
+use crate::error::{ConfigError, Issue, Problem};
 
 /// One value of a document.
 ///
@@ -40,7 +40,7 @@ impl Value {
     ///
     /// # Errors
     /// `json-syntax`, with line and column.
-    pub fn from_json(text: &str) -> Result<Self, Issue> {
+    pub fn from_json(text: &str) -> Result<Self, ConfigError> {
         // Editors on Windows may put a byte order mark first; nobody sees it, so nobody could find the fault.
         let text = text.trim_start_matches('\u{feff}');
         serde_json::from_str(text).map_err(|error| {
@@ -49,7 +49,7 @@ impl Value {
             if let Some(end) = reason.rfind(" at line ") {
                 reason.truncate(end);
             }
-            Issue::new("", Value::Null, Problem::JsonSyntax { position, reason })
+            Issue::new("", Value::Null, Problem::JsonSyntax { position, reason }).into()
         })
     }
 
@@ -57,7 +57,7 @@ impl Value {
     ///
     /// # Errors
     /// `toml-syntax`, with line and column.
-    pub fn from_toml(text: &str) -> Result<Self, Issue> {
+    pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
         let text = text.trim_start_matches('\u{feff}');
         toml::from_str(text).map_err(|error| {
             let offset = error.span().map_or(0, |span| span.start);
@@ -65,8 +65,19 @@ impl Value {
             let line = before.matches('\n').count() + 1;
             let column = before.len() - before.rfind('\n').map_or(0, |newline| newline + 1) + 1;
             let position = Position::of(text, line, column);
-            Issue::new("", Value::Null, Problem::TomlSyntax { position, reason: error.message().replace('\n', "; ") })
+            let reason = error.message().replace('\n', "; ");
+            Issue::new("", Value::Null, Problem::TomlSyntax { position, reason }).into()
         })
+    }
+
+    /// Reads what stands after an option on a command line: a number, a boolean, null or text.
+    ///
+    /// What JSON reads as one of those is that, so that `4` is the same size on every route; text needs no quotes.
+    pub fn from_argument(text: &str) -> Self {
+        match serde_json::from_str(text) {
+            Ok(scalar @ (Self::Null | Self::Bool(_) | Self::Int(_) | Self::Float(_) | Self::Text(_))) => scalar,
+            _ => Self::Text(text.to_owned()),
+        }
     }
 
     /// What kind of value this is, with its article.

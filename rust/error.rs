@@ -6,10 +6,13 @@
 mod arena;
 mod buckets;
 mod config;
+mod problem;
 mod slot;
 
 pub use arena::ArenaError;
+pub(crate) use config::listed;
+pub use config::{ConfigError, Issue};
 #[cfg(feature = "python")]
-pub(crate) use config::write_issue;
-pub use config::{ConfigError, Expected, Issue, Problem};
+pub(crate) use config::{place, write_issue};
+pub use problem::{Expected, Problem};
 pub use slot::SlotFault;

@@ -5,6 +5,8 @@
 //!
 //! - [`document`]: what somebody wrote, as one tree for JSON, TOML and Python objects;
 //! - [`config`]: which capture backend each phase uses, checked so that every problem is reported at once;
+//! - [`layers`], [`options`], [`rules`]: how what several sources say comes together, and what an engine's facts rule out;
+//! - [`explain`], [`schema`]: a configuration as an operator reads it, and what there is to write, for an editor;
 //! - [`buckets`]: the sizes worth capturing, and which of them a live size is padded to;
 //! - [`dtype`], [`slot`] and [`plan`]: what filling a set of static input buffers must copy and write, in the fewest calls;
 //! - [`pool`]: which input buffers are one memory, and who shares it;
@@ -18,8 +20,13 @@ pub mod config;
 pub mod document;
 pub mod dtype;
 pub mod error;
+pub mod explain;
+pub mod layers;
+pub mod options;
 pub mod plan;
 pub mod pool;
+pub mod rules;
+pub mod schema;
 pub mod slot;
 
 #[cfg(feature = "python")]

@@ -21,6 +21,7 @@ rules = st.fixed_dictionaries(
         "alignment": st.integers(1, 32),
         "limit": st.one_of(st.none(), st.integers(1, 600)),
         "max_graphs": st.one_of(st.none(), st.integers(1, 6)),
+        "bytes_per_size": st.one_of(st.none(), st.integers(0, 9), st.just(lambda size: 3 * size)),
     },
 )
 
@@ -43,7 +44,7 @@ def test_a_list_is_a_value_that_copies_and_pickles_with_its_history(asked: list[
 def test_every_function_that_takes_a_list_gives_the_same_buckets(asked: list[int], options: dict[str, Any]) -> None:
     buckets = Buckets(asked, **options)
     assert str(decode_buckets(bs=asked, **options)) == str(buckets)
-    assert str(prefill_buckets(max(asked), bs=asked, **options)) == str(buckets)
+    assert str(prefill_buckets(max(asked), bs=asked, preset="dense", **options)) == str(buckets)
 
 
 @given(sizes, st.integers(-2, 700), st.booleans())
@@ -78,6 +79,49 @@ def test_a_phase_goes_in_as_it_is_with_the_engines_limit() -> None:
     for text, expected in phases.items():
         phase = CudaGraphConfig.from_json(text).decode
         assert decode_buckets(phase.max_bs, bs=phase.bs, limit=20).sizes == expected
+
+
+def test_the_dense_preset_pads_less_with_more_graphs() -> None:
+    assert decode_buckets(70, preset="dense").sizes == (*range(1, 33), *range(34, 65, 2), 68, 70)
+    assert decode_buckets(40, preset="dense", num_tokens_per_bs=2) == decode_buckets(40, preset="dense")
+    assert prefill_buckets(80, preset="dense").sizes == (*range(4, 65, 4), 72, 80)
+    assert decode_buckets(bs=[1, 8], preset="dense") == Buckets([1, 8])
+    assert decode_buckets(9, preset="default") == decode_buckets(9)
+    with pytest.raises(ConfigError, match="did you mean `dense`"):
+        prefill_buckets(80, preset="dens")
+
+
+def test_bytes_come_as_a_number_a_table_or_a_function_of_the_size() -> None:
+    asked: list[int] = []
+
+    def linear(size: int) -> int:
+        asked.append(size)
+        return 10 * size
+
+    by_function = Buckets([1, 2, 4, 8, 16, 32], max_bytes=500, max_graphs=5, bytes_per_size=linear)
+    # What the other limits took away costs nothing, and nobody is asked about it.
+    assert asked == [1, 2, 4, 16, 32]
+    assert by_function.sizes == (1, 4, 32)
+    assert by_function.total_bytes == 370
+    table = {size: 10 * size for size in asked}
+    by_table = Buckets([1, 2, 4, 8, 16, 32], max_bytes=500, max_graphs=5, bytes_per_size=table)
+    assert str(by_table) == str(by_function) == str(pickle.loads(pickle.dumps(by_function)))
+    assert prefill_buckets(16, max_bytes=3, bytes_per_size=1).sizes == (4, 8, 16)
+    assert decode_buckets(16, bytes_per_size=0).total_bytes == 0
+    assert decode_buckets(16).total_bytes is None
+
+
+def test_what_is_wrong_with_bytes_is_refused_and_what_a_function_raises_is_the_callers() -> None:
+    def broken(size: int) -> int:
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        decode_buckets(4, bytes_per_size=broken)
+    with pytest.raises(ConfigError, match=r"bytes_per_size\[2\]: `1\.5` is a float"):
+        decode_buckets(bs=[2], bytes_per_size=lambda size: 1.5)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError) as raised:
+        decode_buckets(bs=[0], max_bytes=True, bytes_per_size=broken)
+    assert [issue.path for issue in raised.value.issues] == ["bs[0]", "max_bytes"]
 
 
 def test_what_was_asked_kept_and_dropped_can_be_printed() -> None:

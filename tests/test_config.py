@@ -11,37 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph import Backend, ConfigError, ConfigIssue, CudaGraphConfig, Phase, PhaseConfig
+from documents import documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-
-def _sizes() -> st.SearchStrategy[dict[str, Any]]:
-    lists = st.lists(st.integers(1, 4096), min_size=1, max_size=8)
-    return st.one_of(
-        st.just({}),
-        st.integers(1, 4096).map(lambda size: {"max_bs": size}),
-        lists.map(lambda bs: {"bs": bs}),
-        lists.map(lambda bs: {"bs": bs, "max_bs": max(bs)}),
-    )
-
-
-def _phase(phase: str) -> st.SearchStrategy[dict[str, Any]]:
-    words = {
-        "backend": st.sampled_from([None, *dg.ALLOWED_BACKENDS_PER_PHASE[phase]]),
-        "tc_compiler": st.sampled_from([None, "eager", "inductor"]),
-    }
-    return st.tuples(st.fixed_dictionaries({}, optional=words), _sizes()).map(lambda both: both[0] | both[1])
-
-
-documents = st.fixed_dictionaries(
-    {}, optional={"decode": _phase("decode"), "prefill": _phase("prefill"), "padding": st.booleans()}
-)
 
 
 def _from_text(document: dict[str, Any]) -> CudaGraphConfig:

@@ -11,6 +11,9 @@ import pytest
 
 import devicegraph
 
+#: What an interpreter has loaded anyway, or nearly so.
+PYTHON = {"__future__", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings"}
+
 
 def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -20,13 +23,28 @@ def test_importing_the_package_loads_no_torch() -> None:
     assert _run("import sys, devicegraph; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    """Every engine's start-up pays for it; `typing` alone takes longer than the package."""
+    code = "import sys; before = set(sys.modules); import devicegraph; print(*sorted(set(sys.modules) - before))"
+    assert set(_run(code).split()) <= {"devicegraph", *PYTHON}
+
+
+def test_an_argument_parser_needs_the_core_and_the_standard_librarys_parser_only() -> None:
+    code = "import sys, argparse; before = set(sys.modules); import devicegraph.args; print(*set(sys.modules) - before)"
+    loaded = set(_run(code).split()) - PYTHON
+    assert loaded == {f"devicegraph{name}" for name in ("", "._core", ".args", ".config", ".errors")}
+
+
 def test_errors_load_neither_the_core_nor_anything_else_of_the_package() -> None:
     code = "import sys, devicegraph.errors; print(sorted(m for m in sys.modules if m.startswith('devicegraph')))"
     assert _run(code).strip() == "['devicegraph', 'devicegraph.errors']"
 
 
 def test_reading_a_configuration_and_its_buckets_loads_no_torch() -> None:
-    code = "import sys, devicegraph as dg; dg.decode_buckets(dg.CudaGraphConfig.from_json('{}').decode.max_bs, limit=8)"
+    code = (
+        "import sys, devicegraph as dg; config = dg.config_from_options(cuda_graph_max_bs_decode=8); "
+        "config = dg.resolve_config(config, {'device': 'npu'}); dg.decode_buckets(config.decode.max_bs, limit=8)"
+    )
     assert _run(f"{code}; print('torch' in sys.modules)").strip() == "False"
 
 

@@ -7,10 +7,13 @@ parser can build a configuration in milliseconds and without torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as type checkers read it; `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from devicegraph._core import __version__ as __version__
+    from devicegraph.args import add_cuda_graph_args as add_cuda_graph_args
+    from devicegraph.args import config_from_args as config_from_args
+    from devicegraph.args import config_from_options as config_from_options
     from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
     from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
     from devicegraph.buckets import Buckets as Buckets
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from devicegraph.config import Backend as Backend
     from devicegraph.config import ConfigIssue as ConfigIssue
     from devicegraph.config import CudaGraphConfig as CudaGraphConfig
+    from devicegraph.config import Explanation as Explanation
     from devicegraph.config import Phase as Phase
     from devicegraph.config import PhaseConfig as PhaseConfig
     from devicegraph.config import check_cuda_graph_backend as check_cuda_graph_backend
@@ -58,6 +62,10 @@ if TYPE_CHECKING:
     from devicegraph.report import CapturedBucket as CapturedBucket
     from devicegraph.report import CaptureReport as CaptureReport
     from devicegraph.report import DroppedCapture as DroppedCapture
+    from devicegraph.rules import FACTS as FACTS
+    from devicegraph.rules import READY_RULES as READY_RULES
+    from devicegraph.rules import Rule as Rule
+    from devicegraph.rules import resolve_config as resolve_config
     from devicegraph.runners.base import BaseCudaGraphRunner as BaseCudaGraphRunner
     from devicegraph.runners.capture_mode import compile_in_capture_mode as compile_in_capture_mode
     from devicegraph.runners.capture_mode import freeze_gc as freeze_gc
@@ -76,6 +84,11 @@ if TYPE_CHECKING:
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
     "_core": ("__version__",),
+    "args": (
+        "add_cuda_graph_args",
+        "config_from_args",
+        "config_from_options",
+    ),
     "backends": (
         "BaseCudaGraphBackend",
         "resolve_decode_backend",
@@ -91,6 +104,7 @@ _MODULES = {
         "Backend",
         "ConfigIssue",
         "CudaGraphConfig",
+        "Explanation",
         "Phase",
         "PhaseConfig",
         "check_cuda_graph_backend",
@@ -144,6 +158,12 @@ _MODULES = {
         "CaptureReport",
         "CapturedBucket",
         "DroppedCapture",
+    ),
+    "rules": (
+        "FACTS",
+        "READY_RULES",
+        "Rule",
+        "resolve_config",
     ),
     "runners.base": ("BaseCudaGraphRunner",),
     "runners.capture_mode": (

@@ -1,32 +1,43 @@
 """The Rust core: configuration rules, buckets, planning and memory layout. Torch-free."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Final, final
+from typing import Any, Final, Literal, Protocol, final
 
 from typing_extensions import Self
 
 __all__ = [
     "ALLOWED_BACKENDS_PER_PHASE",
+    "CONFIG_OPTIONS",
     "LARGE_PAD_BYTES",
     "Arena",
     "Buckets",
     "ConfigIssue",
+    "ConfigOption",
     "CopyGroup",
     "CudaGraphConfig",
     "DroppedBucket",
+    "Explanation",
     "FillPlan",
     "FillPlanner",
     "PhaseConfig",
     "PoolLedger",
     "SlotLayout",
     "__version__",
+    "check_rule",
+    "config_schema",
     "decode_buckets",
     "is_slot_dtype",
+    "merge_options",
     "prefill_buckets",
+    "read_argument",
+    "resolve",
 ]
 
 __version__: Final[str]
+
+CONFIG_OPTIONS: Final[tuple[ConfigOption, ...]]
+"""Every option of a command line, current ones first."""
 
 ALLOWED_BACKENDS_PER_PHASE: Final[Mapping[str, tuple[str, ...]]]
 """The backends that each phase can have, by phase; the table that the validator uses, read-only."""
@@ -75,14 +86,21 @@ class Arena:
 
 @final
 class ConfigIssue:
-    """One thing wrong with a configuration, or without effect in it.
+    """One thing wrong with a configuration, or to be warned of in it.
 
-    Frozen, picklable, and equal where all of it is equal. `str()` gives `path: message [code]`, and the hint on a line
-    of its own. They stand in `ConfigError.issues` and in `CudaGraphConfig.warnings`.
+    Frozen, picklable, and equal where all of it is equal. `str()` gives `path (source): message [code]`, and the hint
+    on a line of its own. They stand in `ConfigError.issues` and in `CudaGraphConfig.warnings`.
     """
 
     def __new__(
-        cls, path: str, value: object, allowed: str | None, code: str, message: str, hint: str | None
+        cls,
+        path: str,
+        value: object,
+        allowed: str | None,
+        code: str,
+        message: str,
+        hint: str | None,
+        source: str | None = None,
     ) -> Self: ...
     @property
     def path(self) -> str:
@@ -102,7 +120,8 @@ class ConfigIssue:
 
         Errors: `json-syntax`, `toml-syntax`, `not-utf8`, `unknown-file-type`, `wrong-type`, `out-of-range`,
         `empty-list`, `unknown-backend`, `backend-not-allowed`, `unknown-compiler`, `unknown-key`, `unknown-phase`,
-        `repeated-key`, `sizes-disagree`, `no-maximum`. Warnings: `compiler-unused`.
+        `repeated-key`, `sizes-disagree`, `unknown-option`, `options-disagree`, `rule-forbids`, `repeated-rule`; for
+        buckets also `no-maximum`, `no-bytes`, `unknown-preset`. Warnings: `compiler-unused`, `rule-outweighed`.
         """
 
     @property
@@ -113,7 +132,11 @@ class ConfigIssue:
     def hint(self) -> str | None:
         """What to do about it, or None."""
 
-    def __getnewargs__(self) -> tuple[str, Any, str | None, str, str, str | None]: ...
+    @property
+    def source(self) -> str | None:
+        """Who says it, such as `--cuda-graph-max-bs-decode`, or None where the path tells."""
+
+    def __getnewargs__(self) -> tuple[str, Any, str | None, str, str, str | None, str | None]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -163,6 +186,10 @@ class PhaseConfig:
     @property
     def explicit_keys(self) -> tuple[str, ...]:
         """The keys that somebody named, such as `("max_bs",)`, even where the value is the default."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why a rule disabled the phase, with the rule's name; None where none did."""
 
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -264,11 +291,110 @@ class CudaGraphConfig:
 
     @property
     def warnings(self) -> tuple[ConfigIssue, ...]:
-        """What is no error, yet has no effect: a `tc_compiler` beside another backend (`compiler-unused`)."""
+        """What is no error, and still worth a word.
+
+        A `tc_compiler` beside a backend that compiles nothing (`compiler-unused`); a backend that somebody named and a
+        soft rule is against (`rule-outweighed`).
+        """
+
+    def explain(self) -> Explanation:
+        """What holds for each key, who said it, and what that overrode."""
 
     def __getitem__(self, phase: str, /) -> PhaseConfig: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class Explanation:
+    """A configuration as an operator reads it. `str()` gives it in columns, the warnings below them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data.
+
+        Returns:
+            `keys`: by path, such as `decode.max_bs`: `value`; `source`, the option, file or call that said it;
+            `kind`, which is `default`, `deprecated`, `option`, `config` or `rule`; `reason`, of a rule; `explicit`;
+            and `overrode`, what lower sources had said, the highest first, each with value, source, kind and reason.
+            `warnings`: each with `path`, `value`, `code`, `message` and `hint`.
+        """
+
+    def to_json(self) -> str:
+        """What `to_dict` gives, as JSON text on one line."""
+
+@final
+class ConfigOption:
+    """One option of a command line, and of the keyword arguments of `config_from_options`."""
+
+    @property
+    def flag(self) -> str:
+        """Its name as it is typed, such as `--cuda-graph-max-bs-decode`."""
+
+    @property
+    def keyword(self) -> str:
+        """Its name as a keyword argument, such as `cuda_graph_max_bs_decode`."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The paths that it sets; empty for `--cuda-graph-config`, which may set any."""
+
+    @property
+    def takes(self) -> Literal["one", "many", "nothing", "config"]:
+        """What comes after it."""
+
+    @property
+    def says(self) -> str | bool | None:
+        """What it sets its keys to, where nothing comes after it."""
+
+    @property
+    def replacement(self) -> str | None:
+        """What to write instead of a deprecated option; None for a current one."""
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for its value in a help text."""
+
+    @property
+    def help(self) -> str:
+        """What a help text says of it: the default and the precedence among it."""
+
+def merge_options(options: dict[str, Any]) -> tuple[CudaGraphConfig, tuple[str, ...]]:
+    """What options come to, by their keywords, and a sentence for each deprecated one.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`.
+    """
+
+def read_argument(text: str, /) -> str | int | float | bool | None:
+    """What stands after an option on a command line: a number, boolean or null as JSON writes it, or else text."""
+
+class _RuleParts(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def backends(self) -> Sequence[str]: ...
+    @property
+    def hard(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+def check_rule(rule: _RuleParts, /) -> None:
+    """Checks the parts of a rule.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`.
+    """
+
+def resolve(config: CudaGraphConfig, rules: Sequence[tuple[_RuleParts, bool]], /) -> CudaGraphConfig:
+    """What rules make of a configuration; each comes with whether it holds. See `resolve_config`.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`: `rule-forbids`, `repeated-rule`.
+    """
+
+def config_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 4) of a configuration, from the table that the validator uses."""
 
 @final
 class DroppedBucket:
@@ -309,6 +435,8 @@ class Buckets:
         alignment: int | None = 1,
         limit: int | None = None,
         max_graphs: int | None = None,
+        max_bytes: int | None = None,
+        bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
     ) -> Self:
         """An explicit list, of requests or tokens.
 
@@ -320,6 +448,9 @@ class Buckets:
                 size within it is added, so that a full batch has a bucket.
             max_graphs: how many sizes to keep: the smallest, the largest, and between them those that grow most evenly
                 by ratio; of one, the largest.
+            max_bytes: how many bytes the graphs may take together. As many sizes are kept as fit, chosen as above;
+                where the largest does not even fit alone, the largest that does takes its place.
+            bytes_per_size: the bytes of one graph: a number, a table that has each size, or a function of the size.
 
         Raises:
             ConfigError: with everything that is wrong in `issues`. What does not fit is no error: see `dropped`.
@@ -356,6 +487,10 @@ class Buckets:
     def padding(self) -> bool:
         """Whether a size in between is padded to the next larger bucket."""
 
+    @property
+    def total_bytes(self) -> int | None:
+        """The bytes of all graphs together; None where those of each were not given."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
     def __contains__(self, size: object, /) -> bool: ...
@@ -373,12 +508,16 @@ def decode_buckets(
     token_alignment: int | None = 1,
     limit: int | None = None,
     max_graphs: int | None = None,
+    max_bytes: int | None = None,
+    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    preset: str | None = "default",
 ) -> Buckets:
     """The buckets of decode, in requests.
 
     The default list is 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, then by 32; with several tokens a request 1..8,
-    10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The maximum is always in it,
-    exactly. Its entries are rounded up to the alignment.
+    10..32 by 2, 40..64 by 4, 72..256 by 8, then by 16; without padding 1, 2, 3 and so on. The `dense` one is 1..32,
+    34..64 by 2, 68..128 by 4, 136..256 by 8, then by 16. The maximum is always in it, exactly. Its entries are rounded
+    up to the alignment.
 
     `phase.max_bs` and `phase.bs` of a `PhaseConfig` go in as they are, with the engine's own maximum as `limit`.
 
@@ -393,6 +532,9 @@ def decode_buckets(
             share out the tokens: their number).
         limit: the largest size that the engine can run.
         max_graphs: how many sizes to keep, as `Buckets` does.
+        max_bytes: how many bytes the graphs may take together, as `Buckets` takes it.
+        bytes_per_size: the bytes of one graph, as `Buckets` takes them.
+        preset: which default list, where `bs` is not given: `default`, or `dense` for less padding with more graphs.
 
     Raises:
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
@@ -406,12 +548,16 @@ def prefill_buckets(
     alignment: int | None = 1,
     limit: int | None = None,
     max_graphs: int | None = None,
+    max_bytes: int | None = None,
+    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    preset: str | None = "default",
 ) -> Buckets:
     """The buckets of prefill, in tokens.
 
     The default list is 4..32 by 4, 48..256 by 16, 288..512 by 32, 576..1024 by 64, 1280..4096 by 256, then by 512. The
-    maximum is always in it, exactly. Its entries are rounded up to the alignment. Without padding the list is the same
-    and only these exact numbers of tokens have a bucket.
+    maximum is always in it, exactly. Its entries are rounded up to the alignment. The `dense` one is 4..64 by 4,
+    72..256 by 8, 272..512 by 16, 544..1024 by 32, 1088..2048 by 64, 2176..4096 by 128, then by 256. Without padding
+    the list is the same and only these exact numbers of tokens have a bucket.
 
     Args:
         max_tokens: the largest size; without one, the largest of `bs`, or the limit.
@@ -421,6 +567,9 @@ def prefill_buckets(
         alignment: what every size must be a multiple of.
         limit: the largest size that the engine can run.
         max_graphs: how many sizes to keep, as `Buckets` does.
+        max_bytes: how many bytes the graphs may take together, as `Buckets` takes it.
+        bytes_per_size: the bytes of one graph, as `Buckets` takes them.
+        preset: which default list, where `bs` is not given: `default`, or `dense` for less padding with more graphs.
 
     Raises:
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.

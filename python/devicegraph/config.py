@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from typing import Any, Final
 
-from devicegraph._core import ALLOWED_BACKENDS_PER_PHASE, ConfigIssue, CudaGraphConfig, PhaseConfig
+from devicegraph._core import ALLOWED_BACKENDS_PER_PHASE, ConfigIssue, CudaGraphConfig, Explanation, PhaseConfig
 from devicegraph.errors import ConfigError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Final
 
 __all__ = [
     "ALLOWED_BACKENDS_PER_PHASE",
     "Backend",
     "ConfigIssue",
     "CudaGraphConfig",
+    "Explanation",
     "Phase",
     "PhaseConfig",
     "check_cuda_graph_backend",

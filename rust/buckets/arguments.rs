@@ -1,5 +1,7 @@
 //! What a bucket list is asked for with, checked.
 
+use std::collections::BTreeMap;
+
 use super::{Buckets, Rules};
 use crate::config::{Checker, LARGEST_SIZE};
 use crate::document::Value;
@@ -24,13 +26,29 @@ pub struct Arguments {
     pub limit: Value,
     /// How many graphs there may be.
     pub max_graphs: Value,
+    /// How many bytes the graphs may take together.
+    pub max_bytes: Value,
+    /// The bytes of one graph: the same for each size, or an object with a number for each.
+    pub bytes_per_size: Value,
+    /// The default list to take where there is no explicit one; `default` unless given.
+    pub preset: Value,
 }
+
+/// The names of the default lists.
+pub const PRESETS: [&str; 2] = ["default", "dense"];
 
 pub(super) struct Checked {
     maximum: u32,
     pub(super) bs: Option<Vec<u32>>,
     pub(super) num_tokens_per_bs: u32,
+    pub(super) dense: bool,
     pub(super) rules: Rules,
+    bytes: Option<BytesPerSize>,
+}
+
+enum BytesPerSize {
+    Same(u64),
+    Each(Vec<(String, Value)>),
 }
 
 impl Arguments {
@@ -64,18 +82,61 @@ impl Arguments {
             checker.report("alignment", &self.alignment, Problem::StepTooLarge { step });
         }
         let max_graphs = checker.size("max_graphs", &self.max_graphs);
-        let rules = Rules { padding, alignment: alignment.unwrap_or(1), limit, max_graphs };
+        let max_bytes = checker.bytes("max_bytes", &self.max_bytes);
+        let bytes = self.bytes_per_size(&mut checker);
+        let preset = checker.word("preset", &PRESETS, &self.preset, Problem::UnknownPreset);
+        let rules = Rules { padding, alignment: alignment.unwrap_or(1), limit, max_graphs, max_bytes };
         let maximum = maximum.or(limit).unwrap_or_default();
-        Ok(checker.finish(Checked { maximum, bs, num_tokens_per_bs, rules })?)
+        let dense = preset == Some(PRESETS[1]);
+        Ok(checker.finish(Checked { maximum, bs, num_tokens_per_bs, dense, rules, bytes })?)
+    }
+
+    fn bytes_per_size(&self, checker: &mut Checker) -> Option<BytesPerSize> {
+        let path = "bytes_per_size";
+        match &self.bytes_per_size {
+            Value::Null if self.max_bytes != Value::Null => {
+                checker.report("max_bytes", &self.max_bytes, Problem::NoBytesPerSize);
+                None
+            }
+            Value::Null => None,
+            Value::Object(table) => Some(BytesPerSize::Each(table.clone())),
+            Value::Int(_) => checker.bytes(path, &self.bytes_per_size).map(BytesPerSize::Same),
+            other => {
+                checker.report(path, other, Problem::WrongType(Expected::BytesPerSize));
+                None
+            }
+        }
+    }
+}
+
+impl BytesPerSize {
+    fn of(&self, checker: &mut Checker, size: u32) -> u64 {
+        let (path, name) = (format!("bytes_per_size[{size}]"), size.to_string());
+        match self {
+            Self::Same(bytes) => return *bytes,
+            Self::Each(table) => match table.iter().find(|(entry, _)| *entry == name) {
+                None => checker.report(&path, &Value::Null, Problem::NoBytesOfSize),
+                Some((_, value)) => {
+                    checker.given(&path, value, Expected::Bytes);
+                    return checker.bytes(&path, value).unwrap_or_default();
+                }
+            },
+        }
+        0
     }
 }
 
 impl Checked {
-    pub(super) fn buckets(&self, default: impl FnOnce(u32) -> Vec<u32>) -> Buckets {
+    pub(super) fn buckets(&self, default: impl FnOnce(u32) -> Vec<u32>) -> Result<Buckets, ConfigError> {
         // Nobody named the entries of a default list, so they move to the next multiple where named ones are dropped.
         let align = |size: u32| size.next_multiple_of(self.rules.alignment);
         let asked = self.bs.clone().unwrap_or_else(|| default(self.maximum).into_iter().map(align).collect());
-        Buckets::new(asked, self.rules)
+        let buckets = Buckets::new(asked, self.rules);
+        let Some(bytes) = &self.bytes else { return Ok(buckets) };
+        let mut checker = Checker::default();
+        let table: BTreeMap<u32, u64> =
+            buckets.sizes.iter().map(|&size| (size, bytes.of(&mut checker, size))).collect();
+        Ok(checker.finish(buckets.weighed(table))?)
     }
 }
 

@@ -2,20 +2,25 @@
 //!
 //! It walks the document by hand and goes on after a problem, so that one report has them all.
 
-use super::keys::{BACKENDS, BS, COMPILERS, KEYS, Key, Kind, LARGEST_SIZE, MAX_BS, PADDING, Phase, Setting};
+use super::keys::{
+    BACKENDS, BS, COMPILERS, KEYS, Key, Kind, LARGEST_SIZE, MAX_BS, PADDING, PHASE_KEYS, Phase, Setting,
+};
 use crate::document::Value;
 use crate::error::{Expected, Issue, Problem};
+use crate::layers::{Entry, Layer};
 
 /// What one source names, by row of the table; what it does not name is `None`.
-pub(crate) type Layer = [Option<Setting>; KEYS.len()];
+pub(crate) type Named = [Option<Setting>; KEYS.len()];
 
 /// What one source names of one phase.
-pub(crate) type PhaseLayer = [Option<Setting>; super::keys::PHASE_KEYS];
+pub(crate) type NamedOfPhase = [Option<Setting>; PHASE_KEYS];
 
 /// Collects what is wrong.
 #[derive(Default)]
 pub(crate) struct Checker {
     issues: Vec<Issue>,
+    /// Who says what is checked next, where the path does not tell.
+    source: Option<String>,
 }
 
 impl Checker {
@@ -25,12 +30,24 @@ impl Checker {
     }
 
     pub(crate) fn report(&mut self, path: &str, value: &Value, problem: Problem) {
-        self.issues.push(Issue::new(path, value.clone(), problem));
+        self.push(Issue::new(path, value.clone(), problem));
+    }
+
+    pub(crate) fn push(&mut self, issue: Issue) {
+        self.issues.push(Issue { source: self.source.clone(), ..issue });
+    }
+
+    /// Checks what one source says; its issues name it.
+    pub(crate) fn of<T>(&mut self, source: &str, check: impl FnOnce(&mut Self) -> T) -> T {
+        self.source = Some(source.to_owned());
+        let result = check(self);
+        self.source = None;
+        result
     }
 
     /// A whole configuration.
-    pub(crate) fn config(&mut self, value: &Value) -> Layer {
-        let mut layer = Layer::default();
+    pub(crate) fn config(&mut self, value: &Value) -> Named {
+        let mut named = Named::default();
         let known = || Phase::ALL.map(Phase::name).into_iter().chain([KEYS[PADDING].path]).collect::<Vec<_>>();
         let entries = self.entries("", value, known);
         for (i, entry) in entries.iter().enumerate() {
@@ -39,10 +56,10 @@ impl Checker {
                 continue;
             }
             if let Some(phase) = Phase::named(name) {
-                let (path, rows) = (format!("{name}."), &mut layer[phase.rows()]);
+                let (path, rows) = (format!("{name}."), &mut named[phase.rows()]);
                 rows.clone_from_slice(&self.phase(&path, &KEYS[phase.rows()], value));
             } else if name == KEYS[PADDING].path {
-                layer[PADDING] = self.setting(name, &KEYS[PADDING], value);
+                named[PADDING] = self.setting(name, &KEYS[PADDING], value);
             } else if KEYS.iter().any(|key| key.name() == name) {
                 self.report(name, value, Problem::MisplacedKey);
             } else if matches!(value, Value::Object(_)) {
@@ -51,12 +68,12 @@ impl Checker {
                 self.report(name, value, Problem::UnknownKey { known: known() });
             }
         }
-        layer
+        named
     }
 
     /// One phase: an object with the names of `keys`. `prefix` ends in a dot, or is empty where the phase stands alone.
-    pub(crate) fn phase(&mut self, prefix: &str, keys: &'static [Key], value: &Value) -> PhaseLayer {
-        let mut layer = PhaseLayer::default();
+    pub(crate) fn phase(&mut self, prefix: &str, keys: &'static [Key], value: &Value) -> NamedOfPhase {
+        let mut named = NamedOfPhase::default();
         let known = || keys.iter().map(Key::name).collect::<Vec<_>>();
         let entries = self.entries(prefix.trim_end_matches('.'), value, known);
         for (i, entry) in entries.iter().enumerate() {
@@ -66,20 +83,31 @@ impl Checker {
                 continue;
             }
             match keys.iter().position(|key| key.name() == name) {
-                Some(row) => layer[row] = self.setting(&path, &keys[row], value),
+                Some(row) => named[row] = self.setting(&path, &keys[row], value),
                 None => self.report(&path, value, Problem::UnknownKey { known: known() }),
             }
         }
-        if let (Some(Setting::Size(max_bs)), Some(Setting::Sizes(bs))) = (&layer[MAX_BS], &layer[BS]) {
+        if let (Some(Setting::Size(max_bs)), Some(Setting::Sizes(bs))) = (&named[MAX_BS], &named[BS]) {
             self.agree(&format!("{prefix}{}", keys[MAX_BS].name()), *max_bs, bs);
         }
-        layer
+        named
     }
 
     /// `max_bs` and `bs` that one source names must be about the same largest size.
     pub(crate) fn agree(&mut self, path: &str, max_bs: u32, bs: &[u32]) {
         if let Some(&largest) = bs.last().filter(|&&largest| largest != max_bs) {
             self.report(path, &Value::Int(max_bs.into()), Problem::SizesDisagree { largest });
+        }
+    }
+
+    /// The same of what several options name in one layer.
+    pub(crate) fn layer_agrees(&mut self, layer: &Layer) {
+        for row in Phase::ALL.map(|phase| phase.rows().start + MAX_BS) {
+            if let Some(Entry { value: Setting::Size(max_bs), source }) = &layer.0[row]
+                && let Some(Entry { value: Setting::Sizes(bs), .. }) = &layer.0[row + BS - MAX_BS]
+            {
+                self.of(source.name(), |checker| checker.agree(KEYS[row].path, *max_bs, bs));
+            }
         }
     }
 
@@ -108,7 +136,7 @@ impl Checker {
         repeated
     }
 
-    fn setting(&mut self, path: &str, key: &Key, value: &Value) -> Option<Setting> {
+    pub(crate) fn setting(&mut self, path: &str, key: &Key, value: &Value) -> Option<Setting> {
         match key.kind {
             Kind::Backend(phase) => self.backend(path, phase, value).map(Setting::Word),
             Kind::Compiler => self.word(path, &COMPILERS, value, Problem::UnknownCompiler).map(Setting::Word),
@@ -127,7 +155,8 @@ impl Checker {
         self.word(path, allowed, value, problem)
     }
 
-    fn word(
+    /// One of some words; null is none.
+    pub(crate) fn word(
         &mut self,
         path: &str,
         words: &'static [&'static str],
@@ -158,6 +187,20 @@ impl Checker {
         })
     }
 
+    /// A number of bytes; null is none.
+    pub(crate) fn bytes(&mut self, path: &str, value: &Value) -> Option<u64> {
+        let problem = match value {
+            Value::Null => return None,
+            Value::Int(number) => match u64::try_from(*number) {
+                Ok(bytes) => return Some(bytes),
+                Err(_) => Problem::NegativeBytes,
+            },
+            _ => Problem::WrongType(Expected::Bytes),
+        };
+        self.report(path, value, problem);
+        None
+    }
+
     /// A list of sizes, sorted, each once; null is none.
     pub(crate) fn sizes(&mut self, path: &str, value: &Value) -> Option<Vec<u32>> {
         let items = match value {
@@ -183,6 +226,44 @@ impl Checker {
         sizes.sort_unstable();
         sizes.dedup();
         (self.issues.len() == found).then_some(sizes)
+    }
+
+    /// Backends of a phase.
+    pub(crate) fn backends(&mut self, path: &str, phase: Phase, value: &Value) -> Option<Vec<&'static str>> {
+        let items = match value {
+            Value::Null => return None,
+            Value::List(items) if !items.is_empty() => items,
+            _ => {
+                self.report(path, value, Problem::WrongType(Expected::Words));
+                return None;
+            }
+        };
+        let backend = |(i, item): (usize, &Value)| {
+            let path = format!("{path}[{i}]");
+            self.given(&path, item, Expected::Word(phase.backends()));
+            self.backend(&path, phase, item)
+        };
+        // All of them before the first that is none ends it: each has its report.
+        let backends: Vec<Option<_>> = items.iter().enumerate().map(backend).collect();
+        backends.into_iter().collect()
+    }
+
+    /// Text that says something.
+    pub(crate) fn text(&mut self, path: &str, value: &Value) -> Option<String> {
+        match value {
+            Value::Text(text) if !text.trim().is_empty() => Some(text.clone()),
+            _ => {
+                self.report(path, value, Problem::WrongType(Expected::Text));
+                None
+            }
+        }
+    }
+
+    /// Anything but null, where that is not "not given" but a mistake.
+    pub(crate) fn given(&mut self, path: &str, value: &Value, expected: Expected) {
+        if *value == Value::Null {
+            self.report(path, value, Problem::WrongType(expected));
+        }
     }
 
     /// A boolean; null is none.

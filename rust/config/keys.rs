@@ -6,10 +6,12 @@ use std::ops::Range;
 pub const PHASES: [&str; 2] = ["decode", "prefill"];
 
 const FULL: &str = "full";
-const BREAKABLE: &str = "breakable";
+/// The backend that runs part of the model eagerly between its graphs.
+pub const BREAKABLE: &str = "breakable";
 /// The backend that compiles, and so the one that a compiler belongs to.
 pub const TC_PIECEWISE: &str = "tc_piecewise";
-const DISABLED: &str = "disabled";
+/// The backend that captures nothing.
+pub const DISABLED: &str = "disabled";
 
 /// The ways to capture a phase.
 pub const BACKENDS: [&str; 4] = [FULL, BREAKABLE, TC_PIECEWISE, DISABLED];
@@ -21,7 +23,7 @@ pub const COMPILERS: [&str; 2] = ["eager", "inductor"];
 pub const LARGEST_SIZE: u32 = 1 << 20;
 
 /// One of the two kinds of step that are captured apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// One or a few tokens for each request.
     Decode,
@@ -95,6 +97,8 @@ pub struct Key {
     pub kind: Kind,
     /// What holds where nobody says anything; nothing where the engine decides.
     pub default: Option<Setting>,
+    /// What it is, as help texts and the schema say it.
+    pub about: &'static str,
 }
 
 impl Key {
@@ -104,22 +108,28 @@ impl Key {
     }
 }
 
-const fn key(path: &'static str, kind: Kind, default: Option<Setting>) -> Key {
-    Key { path, kind, default }
+const fn key(path: &'static str, kind: Kind, default: Option<Setting>, about: &'static str) -> Key {
+    Key { path, kind, default, about }
 }
 
 /// Every key there is. The phases come first, with the same keys in the same order, and the rest after them.
 pub static KEYS: [Key; 9] = [
-    key("decode.backend", Kind::Backend(Phase::Decode), Some(Setting::Word(FULL))),
-    key("decode.max_bs", Kind::Size, None),
-    key("decode.bs", Kind::Sizes, None),
-    key("decode.tc_compiler", Kind::Compiler, Some(Setting::Word(COMPILERS[0]))),
-    key("prefill.backend", Kind::Backend(Phase::Prefill), Some(Setting::Word(TC_PIECEWISE))),
-    key("prefill.max_bs", Kind::Size, None),
-    key("prefill.bs", Kind::Sizes, None),
-    key("prefill.tc_compiler", Kind::Compiler, Some(Setting::Word(COMPILERS[0]))),
-    key("padding", Kind::Flag, Some(Setting::Flag(true))),
+    key("decode.backend", Kind::Backend(Phase::Decode), Some(Setting::Word(FULL)), "how decode is captured"),
+    key("decode.max_bs", Kind::Size, None, "the largest size of decode to capture, in requests"),
+    key("decode.bs", Kind::Sizes, None, "the sizes of decode to capture, in requests"),
+    key("decode.tc_compiler", Kind::Compiler, COMPILER, "what compiles the pieces of a `tc_piecewise` decode"),
+    key("prefill.backend", Kind::Backend(Phase::Prefill), Some(Setting::Word(TC_PIECEWISE)), "how prefill is captured"),
+    key("prefill.max_bs", Kind::Size, None, "the largest size of prefill to capture, in tokens"),
+    key("prefill.bs", Kind::Sizes, None, "the sizes of prefill to capture, in tokens"),
+    key("prefill.tc_compiler", Kind::Compiler, COMPILER, "what compiles the pieces of a `tc_piecewise` prefill"),
+    key("padding", Kind::Flag, Some(Setting::Flag(true)), "whether a size in between is padded to the next larger one"),
 ];
+const COMPILER: Option<Setting> = Some(Setting::Word(COMPILERS[0]));
+
+/// The row of a path.
+pub(crate) fn row(path: &str) -> Option<usize> {
+    KEYS.iter().position(|key| key.path == path)
+}
 
 /// How many rows a phase has.
 pub(crate) const PHASE_KEYS: usize = 4;
@@ -131,3 +141,12 @@ pub(crate) const BACKEND: usize = 0;
 pub(crate) const MAX_BS: usize = 1;
 pub(crate) const BS: usize = 2;
 pub(crate) const TC_COMPILER: usize = 3;
+
+/// The row that says the same thing in another way: `max_bs` of `bs`, and `bs` of `max_bs`.
+pub(crate) fn twin(row: usize) -> Option<usize> {
+    match (row < PADDING, row % PHASE_KEYS) {
+        (true, MAX_BS) => Some(row + BS - MAX_BS),
+        (true, BS) => Some(row + MAX_BS - BS),
+        _ => None,
+    }
+}

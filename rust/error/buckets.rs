@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::buckets::Reason;
+use crate::buckets::{Bytes, Reason};
 
 impl Reason {
     /// The stable word to branch on.
@@ -10,7 +10,7 @@ impl Reason {
         match self {
             Self::OverLimit(_) => "bucket-over-limit",
             Self::NotAligned(_) => "bucket-not-aligned",
-            Self::OverBudget(_) => "bucket-over-budget",
+            Self::OverBudget(_) | Self::OverBytes(_) => "bucket-over-budget",
         }
     }
 
@@ -22,7 +22,7 @@ impl Reason {
                 let below = size - size % alignment;
                 Some(format!("use {below} or {}", below + alignment))
             }
-            Self::OverLimit(_) | Self::OverBudget(_) => None,
+            Self::OverLimit(_) | Self::OverBudget(_) | Self::OverBytes(_) => None,
         }
     }
 }
@@ -34,6 +34,7 @@ impl fmt::Display for Reason {
             Self::OverLimit(limit) => write!(f, "above the limit {limit}"),
             Self::NotAligned(alignment) => write!(f, "not a multiple of the alignment {alignment}"),
             Self::OverBudget(graphs) => write!(f, "beyond the budget of {graphs} graphs"),
+            Self::OverBytes(bytes) => write!(f, "beyond the budget of {}", Bytes(*bytes)),
         }
     }
 }

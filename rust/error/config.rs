@@ -1,9 +1,13 @@
-//! What can be wrong with a configuration, and how that reads.
+//! How what is wrong with a configuration reads.
 
 use std::fmt;
 
+use super::{Expected, Problem};
+use crate::buckets::PRESETS;
 use crate::config::{BACKENDS, COMPILERS, LARGEST_SIZE, PHASES, TC_PIECEWISE};
-use crate::document::{Position, Value};
+use crate::document::Value;
+use crate::layers::Source;
+use crate::options::{ConfigOption, OPTIONS};
 
 /// One thing wrong with a configuration: where, with which value, and what would have been allowed.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,96 +18,8 @@ pub struct Issue {
     pub value: Value,
     /// What is wrong with it.
     pub problem: Problem,
-}
-
-/// What can be wrong with a configuration, or with a request for buckets.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Problem {
-    /// The text is not JSON.
-    JsonSyntax {
-        /// Where reading stopped.
-        position: Position,
-        /// Why.
-        reason: String,
-    },
-    /// The text is not TOML.
-    TomlSyntax {
-        /// Where reading stopped.
-        position: Position,
-        /// Why.
-        reason: String,
-    },
-    /// The file is not text.
-    NotUtf8 {
-        /// The first byte that starts no character, counted from 0.
-        offset: usize,
-    },
-    /// The file's suffix says neither JSON nor TOML.
-    UnknownFileType,
-    /// A value of another type.
-    WrongType(Expected),
-    /// A number that is no size.
-    OutOfRange,
-    /// A list of sizes without a size.
-    EmptyList,
-    /// A word that no phase has as a backend.
-    UnknownBackend {
-        /// The phase's backends.
-        allowed: &'static [&'static str],
-    },
-    /// A backend that this phase cannot have.
-    BackendNotAllowed {
-        /// The phase's backends.
-        allowed: &'static [&'static str],
-    },
-    /// A word that is no compiler.
-    UnknownCompiler,
-    /// An entry that is no key of its object.
-    UnknownKey {
-        /// The object's keys.
-        known: Vec<&'static str>,
-    },
-    /// A phase's key outside a phase.
-    MisplacedKey,
-    /// An object that is no phase.
-    UnknownPhase,
-    /// A key that its object already has.
-    RepeatedKey,
-    /// `max_bs` beside a `bs` whose largest entry is another.
-    SizesDisagree {
-        /// The largest entry of `bs`.
-        largest: u32,
-    },
-    /// A compiler beside a backend that compiles nothing.
-    CompilerUnused {
-        /// That backend.
-        backend: &'static str,
-    },
-    /// A bucket list that is bounded by nothing.
-    NoMaximum {
-        /// The argument that gives the maximum.
-        argument: &'static str,
-    },
-    /// Two alignments whose common multiple is above every size.
-    StepTooLarge {
-        /// That multiple.
-        step: u64,
-    },
-}
-
-/// A type of value, as an error names it.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Expected {
-    /// One of some words.
-    Word(&'static [&'static str]),
-    /// A size.
-    Size,
-    /// A list of sizes.
-    Sizes,
-    /// A boolean.
-    Flag,
-    /// An object with some keys.
-    Object(Vec<&'static str>),
+    /// Who says it, such as `--cuda-graph-max-bs`, where the path does not tell.
+    pub source: Option<String>,
 }
 
 impl fmt::Display for Expected {
@@ -114,13 +30,25 @@ impl fmt::Display for Expected {
             Self::Sizes => write!(f, "a list of integers from 1 to {LARGEST_SIZE}"),
             Self::Flag => f.write_str("`true` or `false`"),
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
+            Self::Text => f.write_str("text with words in it"),
+            Self::Words => f.write_str("a list of at least one backend"),
+            Self::Bytes => f.write_str("an integer of at least 0"),
+            Self::BytesPerSize => {
+                f.write_str("an integer, a mapping from sizes to integers, or a function of the size")
+            }
+            Self::State => f.write_str("the state of a configuration, as pickle keeps it"),
         }
     }
 }
 
 impl Issue {
     pub(crate) fn new(path: &str, value: Value, problem: Problem) -> Self {
-        Self { path: path.to_owned(), value, problem }
+        Self { path: path.to_owned(), value, problem, source: None }
+    }
+
+    /// The same, with who said the value.
+    pub(crate) fn said_by(self, source: &Source) -> Self {
+        Self { source: Some(source.name().to_owned()).filter(|name| !name.is_empty()), ..self }
     }
 
     /// The stable word to branch on.
@@ -131,7 +59,7 @@ impl Issue {
             Problem::NotUtf8 { .. } => "not-utf8",
             Problem::UnknownFileType => "unknown-file-type",
             Problem::WrongType(_) => "wrong-type",
-            Problem::OutOfRange | Problem::StepTooLarge { .. } => "out-of-range",
+            Problem::OutOfRange | Problem::StepTooLarge { .. } | Problem::NegativeBytes => "out-of-range",
             Problem::EmptyList => "empty-list",
             Problem::UnknownBackend { .. } => "unknown-backend",
             Problem::BackendNotAllowed { .. } => "backend-not-allowed",
@@ -141,7 +69,14 @@ impl Issue {
             Problem::RepeatedKey => "repeated-key",
             Problem::SizesDisagree { .. } => "sizes-disagree",
             Problem::CompilerUnused { .. } => "compiler-unused",
+            Problem::UnknownOption => "unknown-option",
+            Problem::OptionsDisagree { .. } => "options-disagree",
+            Problem::RuleForbids { .. } => "rule-forbids",
+            Problem::RuleOutweighed { .. } => "rule-outweighed",
+            Problem::RepeatedRule => "repeated-rule",
             Problem::NoMaximum { .. } => "no-maximum",
+            Problem::NoBytesPerSize | Problem::NoBytesOfSize => "no-bytes",
+            Problem::UnknownPreset => "unknown-preset",
         }
     }
 
@@ -180,7 +115,20 @@ impl Issue {
             Problem::CompilerUnused { backend } => {
                 format!("{value} has no effect beside the backend `{backend}`")
             }
+            Problem::UnknownOption => "no such option".into(),
+            Problem::OptionsDisagree { other, other_value } => {
+                format!("{value} contradicts `{other}`, which says {}", shown(other_value))
+            }
+            Problem::RuleForbids { rule, reason } => format!("{value} cannot be used: {reason} (rule `{rule}`)"),
+            Problem::RuleOutweighed { rule, reason } => {
+                format!("{value} is used against advice: {reason} (rule `{rule}`)")
+            }
+            Problem::RepeatedRule => format!("two rules have the name {value}"),
             Problem::NoMaximum { .. } => "nothing says how large the largest bucket is".into(),
+            Problem::NoBytesPerSize => "nothing says how many bytes a graph takes".into(),
+            Problem::NoBytesOfSize => "nothing says how many bytes the graph of this size takes".into(),
+            Problem::NegativeBytes => format!("{value} is not {}", Expected::Bytes),
+            Problem::UnknownPreset => format!("{value} is not {}", one_of(&PRESETS)),
             Problem::StepTooLarge { step } => {
                 format!("every size would have to be a multiple of {step}, and the largest is {LARGEST_SIZE}")
             }
@@ -197,6 +145,8 @@ impl Issue {
             Problem::UnknownCompiler => Some(one_of(&COMPILERS)),
             Problem::UnknownKey { known } => Some(one_of(known)),
             Problem::UnknownPhase => Some(one_of(&PHASES)),
+            Problem::NegativeBytes => Some(Expected::Bytes.to_string()),
+            Problem::UnknownPreset => Some(one_of(&PRESETS)),
             Problem::UnknownFileType => Some("a name that ends in `.json` or `.toml`".into()),
             Problem::SizesDisagree { largest } => Some(largest.to_string()),
             _ => None,
@@ -224,7 +174,7 @@ impl Issue {
             (Problem::UnknownKey { known }, _) => self.did_you_mean(known),
             (Problem::MisplacedKey, _) => Some(format!("write it inside {}", listed(&PHASES, "or"))),
             (Problem::UnknownPhase, _) => self.did_you_mean(&PHASES),
-            (Problem::RepeatedKey, _) => Some("keep one of them".into()),
+            (Problem::RepeatedKey | Problem::OptionsDisagree { .. }, _) => Some("keep one of them".into()),
             (Problem::SizesDisagree { largest }, size) => {
                 let key = self.key();
                 Some(format!("leave `{key}` out, or set it to {largest}, or add {size} to `bs`"))
@@ -232,7 +182,16 @@ impl Issue {
             (Problem::CompilerUnused { .. }, _) => {
                 Some(format!("set `backend` to `{TC_PIECEWISE}`, or leave `tc_compiler` out"))
             }
+            (Problem::UnknownOption, _) => {
+                let keywords: Vec<String> = OPTIONS.iter().map(ConfigOption::keyword).collect();
+                self.did_you_mean(&keywords.iter().map(String::as_str).collect::<Vec<_>>())
+            }
+            (Problem::RuleForbids { .. }, _) => Some("leave `backend` out, or set it to `disabled`".into()),
+            (Problem::RuleOutweighed { .. }, _) => Some("leave `backend` out, and the rule decides".into()),
+            (Problem::RepeatedRule, _) => Some("give each rule of a phase a name of its own".into()),
             (Problem::NoMaximum { argument }, _) => Some(format!("give `{argument}`, `bs` or `limit`")),
+            (Problem::NoBytesPerSize, _) => Some("give `bytes_per_size`".into()),
+            (Problem::UnknownPreset, _) => self.did_you_mean(&PRESETS),
             _ => None,
         }
     }
@@ -245,7 +204,8 @@ impl Issue {
     /// The known word nearest to what was written, if one is near enough to have been meant.
     fn did_you_mean(&self, words: &[&str]) -> Option<String> {
         let written = match (&self.problem, &self.value) {
-            (Problem::UnknownKey { .. } | Problem::UnknownPhase, _) => self.key(),
+            (Problem::UnknownPhase, Value::Text(word)) => word,
+            (Problem::UnknownKey { .. } | Problem::UnknownPhase | Problem::UnknownOption, _) => self.key(),
             (_, Value::Text(word)) => word,
             _ => return None,
         };
@@ -260,20 +220,30 @@ impl Issue {
 /// The issue as a user reads it: `path: message [code]`, and the hint on a line of its own.
 impl fmt::Display for Issue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_issue(f, &self.path, &self.message(), self.code(), self.hint().as_deref())
+        let place = place(&self.path, self.source.as_deref());
+        write_issue(f, &place, &self.message(), self.code(), self.hint().as_deref())
+    }
+}
+
+/// Where an issue is: the path, and who says it.
+pub(crate) fn place(path: &str, source: Option<&str>) -> String {
+    match (path, source) {
+        (path, None) => path.to_owned(),
+        ("", Some(source)) => source.to_owned(),
+        (path, Some(source)) => format!("{path} ({source})"),
     }
 }
 
 /// Writes an issue from its parts, which is all that the Python class of an issue keeps.
 pub(crate) fn write_issue(
     f: &mut impl fmt::Write,
-    path: &str,
+    place: &str,
     message: &str,
     code: &str,
     hint: Option<&str>,
 ) -> fmt::Result {
-    if !path.is_empty() {
-        write!(f, "{path}: ")?;
+    if !place.is_empty() {
+        write!(f, "{place}: ")?;
     }
     write!(f, "{message} [{code}]")?;
     hint.map_or(Ok(()), |hint| write!(f, "\n  hint: {hint}"))
@@ -322,7 +292,7 @@ fn one_of(words: &[&str]) -> String {
 }
 
 /// "`a`, `b` or `c`".
-fn listed(words: &[&str], joiner: &str) -> String {
+pub(crate) fn listed(words: &[&str], joiner: &str) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
     match quoted.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} {joiner} {last}", rest.join(", ")),

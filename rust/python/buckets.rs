@@ -6,6 +6,7 @@ use pyo3::types::{PyDict, PyIterator, PyTuple};
 use super::value::{quoted, to_value};
 use crate::buckets::{Arguments, Buckets, Runs};
 use crate::document::Value;
+use crate::error::ConfigError;
 
 /// The sizes to capture, and how that list came about.
 #[pyclass(name = "Buckets", module = "devicegraph", frozen, eq, hash)]
@@ -44,12 +45,39 @@ fn given(object: Option<Bound<'_, PyAny>>) -> PyResult<Value> {
 
 type Given<'py> = Option<Bound<'py, PyAny>>;
 
+/// Makes buckets with the bytes of each size; a function of the size is asked about the sizes that there are without a
+/// budget of bytes.
+fn weighed(
+    bytes_per_size: Given<'_>,
+    arguments: Arguments,
+    make: impl Fn(&Arguments) -> Result<Buckets, ConfigError>,
+) -> PyResult<PyBuckets> {
+    let bytes_per_size = match bytes_per_size {
+        Some(function) if function.is_callable() => {
+            let bytes_per_size = Value::Object(Vec::new());
+            let unweighed = make(&Arguments { max_bytes: Value::Null, ..arguments.clone() });
+            match unweighed {
+                // What is wrong is reported below, together with what is wrong with the budget.
+                Err(_) => bytes_per_size,
+                Ok(buckets) => {
+                    let bytes = |size: &u32| Ok((size.to_string(), to_value(&function.call1((*size,))?)?));
+                    Value::Object(buckets.sizes().iter().map(bytes).collect::<PyResult<_>>()?)
+                }
+            }
+        }
+        other => given(other)?,
+    };
+    Ok(PyBuckets(make(&Arguments { bytes_per_size, ..arguments })?))
+}
+
 #[pymethods]
 impl PyBuckets {
     #[new]
     #[pyo3(
-        signature = (bs, *, padding=None, alignment=None, limit=None, max_graphs=None),
-        text_signature = "(bs, *, padding=True, alignment=1, limit=None, max_graphs=None)"
+        signature = (bs, *, padding=None, alignment=None, limit=None, max_graphs=None, max_bytes=None,
+                     bytes_per_size=None),
+        text_signature = "(bs, *, padding=True, alignment=1, limit=None, max_graphs=None, max_bytes=None, \
+                          bytes_per_size=None)"
     )]
     fn new(
         bs: &Bound<'_, PyAny>,
@@ -57,6 +85,8 @@ impl PyBuckets {
         alignment: Given<'_>,
         limit: Given<'_>,
         max_graphs: Given<'_>,
+        max_bytes: Given<'_>,
+        bytes_per_size: Given<'_>,
     ) -> PyResult<Self> {
         let arguments = Arguments {
             bs: to_value(bs)?,
@@ -64,9 +94,10 @@ impl PyBuckets {
             alignment: given(alignment)?,
             limit: given(limit)?,
             max_graphs: given(max_graphs)?,
+            max_bytes: given(max_bytes)?,
             ..Arguments::default()
         };
-        Ok(Self(Buckets::explicit(&arguments)?))
+        weighed(bytes_per_size, arguments, Buckets::explicit)
     }
 
     fn fit(&self, raw: i64) -> Option<u32> {
@@ -102,6 +133,11 @@ impl PyBuckets {
         self.0.rules().padding
     }
 
+    #[getter]
+    fn total_bytes(&self) -> Option<u64> {
+        self.0.total_bytes()
+    }
+
     fn __len__(&self) -> usize {
         self.0.sizes().len()
     }
@@ -130,6 +166,9 @@ impl PyBuckets {
         keywords.set_item("alignment", rules.alignment)?;
         keywords.set_item("limit", rules.limit)?;
         keywords.set_item("max_graphs", rules.max_graphs)?;
+        keywords.set_item("max_bytes", rules.max_bytes)?;
+        let bytes = self.0.bytes();
+        keywords.set_item("bytes_per_size", (!bytes.is_empty()).then_some(bytes))?;
         Ok(((self.asked(py)?,), keywords))
     }
 }
@@ -138,9 +177,9 @@ impl PyBuckets {
 #[pyfunction]
 #[pyo3(
     signature = (max_bs=None, *, bs=None, padding=None, num_tokens_per_bs=None, alignment=None, token_alignment=None,
-                 limit=None, max_graphs=None),
+                 limit=None, max_graphs=None, max_bytes=None, bytes_per_size=None, preset=None),
     text_signature = "(max_bs=None, *, bs=None, padding=True, num_tokens_per_bs=1, alignment=1, token_alignment=1, \
-                      limit=None, max_graphs=None)"
+                      limit=None, max_graphs=None, max_bytes=None, bytes_per_size=None, preset='default')"
 )]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments")]
 pub(super) fn decode_buckets(
@@ -152,6 +191,9 @@ pub(super) fn decode_buckets(
     token_alignment: Given<'_>,
     limit: Given<'_>,
     max_graphs: Given<'_>,
+    max_bytes: Given<'_>,
+    bytes_per_size: Given<'_>,
+    preset: Given<'_>,
 ) -> PyResult<PyBuckets> {
     let arguments = Arguments {
         maximum: given(max_bs)?,
@@ -162,16 +204,22 @@ pub(super) fn decode_buckets(
         token_alignment: given(token_alignment)?,
         limit: given(limit)?,
         max_graphs: given(max_graphs)?,
+        max_bytes: given(max_bytes)?,
+        preset: given(preset)?,
+        bytes_per_size: Value::Null,
     };
-    Ok(PyBuckets(Buckets::decode(&arguments)?))
+    weighed(bytes_per_size, arguments, Buckets::decode)
 }
 
 /// The buckets of prefill, in tokens.
 #[pyfunction]
 #[pyo3(
-    signature = (max_tokens=None, *, bs=None, padding=None, alignment=None, limit=None, max_graphs=None),
-    text_signature = "(max_tokens=None, *, bs=None, padding=True, alignment=1, limit=None, max_graphs=None)"
+    signature = (max_tokens=None, *, bs=None, padding=None, alignment=None, limit=None, max_graphs=None, max_bytes=None,
+                 bytes_per_size=None, preset=None),
+    text_signature = "(max_tokens=None, *, bs=None, padding=True, alignment=1, limit=None, max_graphs=None, \
+                      max_bytes=None, bytes_per_size=None, preset='default')"
 )]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments")]
 pub(super) fn prefill_buckets(
     max_tokens: Given<'_>,
     bs: Given<'_>,
@@ -179,6 +227,9 @@ pub(super) fn prefill_buckets(
     alignment: Given<'_>,
     limit: Given<'_>,
     max_graphs: Given<'_>,
+    max_bytes: Given<'_>,
+    bytes_per_size: Given<'_>,
+    preset: Given<'_>,
 ) -> PyResult<PyBuckets> {
     let arguments = Arguments {
         maximum: given(max_tokens)?,
@@ -187,7 +238,9 @@ pub(super) fn prefill_buckets(
         alignment: given(alignment)?,
         limit: given(limit)?,
         max_graphs: given(max_graphs)?,
+        max_bytes: given(max_bytes)?,
+        preset: given(preset)?,
         ..Arguments::default()
     };
-    Ok(PyBuckets(Buckets::prefill(&arguments)?))
+    weighed(bytes_per_size, arguments, Buckets::prefill)
 }

@@ -1,4 +1,4 @@
-//! `PhaseConfig` and `CudaGraphConfig`.
+//! `CudaGraphConfig`.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,106 +6,21 @@ use std::path::PathBuf;
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyKeyError, PyOSError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMappingProxy, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyMappingProxy, PyTuple, PyType};
 
 use super::error::to_tuple;
+use super::explain::PyExplanation;
+use super::phase::{PyPhaseConfig, keywords};
 use super::value::{to_python, to_value};
-use crate::config::{Config, Export, Phase, PhaseConfig, Setting};
+use crate::config::{Config, Export, Phase};
 use crate::document::Value;
 use crate::error::{ConfigError, Issue, Problem};
-
-/// How one phase is captured.
-#[pyclass(name = "PhaseConfig", module = "devicegraph", frozen, eq, hash)]
-#[derive(PartialEq, Eq, Hash)]
-pub(super) struct PyPhaseConfig(pub(super) PhaseConfig);
-
-/// Keyword arguments as the object they would be in a document.
-fn keywords<const N: usize>(given: [(&str, Option<Bound<'_, PyAny>>); N]) -> PyResult<Value> {
-    let read = |(name, object): (&str, Option<Bound<'_, PyAny>>)| {
-        Ok((name.to_owned(), object.map_or(Ok(Value::Null), |object| to_value(&object))?))
-    };
-    given.into_iter().map(read).collect::<PyResult<_>>().map(Value::Object)
-}
-
-fn setting<'py>(py: Python<'py>, setting: Option<&Setting>) -> PyResult<Bound<'py, PyAny>> {
-    Ok(match setting {
-        Some(Setting::Word(word)) => PyString::intern(py, word).into_any(),
-        Some(Setting::Sizes(sizes)) => PyTuple::new(py, sizes)?.into_any(),
-        other => to_python(py, &other.map_or(Value::Null, Value::from))?,
-    })
-}
-
-#[pymethods]
-impl PyPhaseConfig {
-    // The compiler's default is not filled in by the signature: what a caller names is explicit, even the default.
-    #[new]
-    #[pyo3(
-        signature = (backend=None, max_bs=None, bs=None, tc_compiler=None),
-        text_signature = "(backend=None, max_bs=None, bs=None, tc_compiler='eager')"
-    )]
-    fn new(
-        backend: Option<Bound<'_, PyAny>>,
-        max_bs: Option<Bound<'_, PyAny>>,
-        bs: Option<Bound<'_, PyAny>>,
-        tc_compiler: Option<Bound<'_, PyAny>>,
-    ) -> PyResult<Self> {
-        let value = keywords([("backend", backend), ("max_bs", max_bs), ("bs", bs), ("tc_compiler", tc_compiler)])?;
-        Ok(Self(PhaseConfig::from_value(&value)?))
-    }
-
-    #[getter]
-    fn backend<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        setting(py, self.0.get("backend"))
-    }
-
-    #[getter]
-    fn max_bs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        setting(py, self.0.get("max_bs"))
-    }
-
-    #[getter]
-    fn bs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        setting(py, self.0.get("bs"))
-    }
-
-    #[getter]
-    fn tc_compiler<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        setting(py, self.0.get("tc_compiler"))
-    }
-
-    #[getter]
-    fn explicit_keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.0.explicit_keys())
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let unset = PhaseConfig::default();
-        let given = self.0.values().into_iter().zip(unset.values()).filter(|(held, unset)| held != unset);
-        let argument = |((name, value), _): ((&str, Option<&Setting>), _)| {
-            let value = to_python(py, &value.map_or(Value::Null, Value::from))?;
-            Ok(format!("{name}={}", value.repr()?.to_string_lossy()))
-        };
-        Ok(format!("PhaseConfig({})", given.map(argument).collect::<PyResult<Vec<_>>>()?.join(", ")))
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let document = to_python(py, &self.0.to_value().0)?;
-        reduced::<Self>(py, document, self.0.explicit_keys())
-    }
-
-    /// The other half of `__reduce__`.
-    #[classmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "as a function of Python takes it")]
-    fn _restore(_cls: &Bound<'_, PyType>, document: &Bound<'_, PyAny>, explicit: Vec<String>) -> PyResult<Self> {
-        let config = PhaseConfig::from_value(&to_value(document)?)?;
-        Ok(Self(config.retain_explicit(|name| explicit.iter().any(|explicit| explicit == name))))
-    }
-}
+use crate::layers::Source;
 
 /// The settings of both phases.
 #[pyclass(name = "CudaGraphConfig", module = "devicegraph", frozen, eq, hash)]
 #[derive(PartialEq, Eq, Hash)]
-pub(super) struct PyConfig(Config);
+pub(super) struct PyConfig(pub(super) Config);
 
 #[pymethods]
 impl PyConfig {
@@ -124,17 +39,17 @@ impl PyConfig {
         for (name, value) in [("decode", decode), ("prefill", prefill), ("padding", padding)] {
             document.set_item(name, value)?;
         }
-        Self::read(&document)
+        Self::read(&document, "CudaGraphConfig")
     }
 
     #[classmethod]
     fn from_dict(_cls: &Bound<'_, PyType>, document: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Self::read(document)
+        Self::read(document, "from_dict")
     }
 
     #[classmethod]
     fn from_json(_cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
-        Ok(Self(Config::from_json(text)?))
+        Ok(Self(Config::from_json(text, &Source::Config("from_json".into()))?))
     }
 
     #[classmethod]
@@ -169,7 +84,7 @@ impl PyConfig {
         let named = Phase::named(phase)
             .ok_or_else(|| ConfigError::from(Issue::new(phase, Value::Null, Problem::UnknownPhase)))?;
         let value = keywords([("backend", backend), ("max_bs", max_bs), ("bs", bs), ("tc_compiler", tc_compiler)])?;
-        Ok(Self(self.0.with_phase(named, &value)?))
+        Ok(Self(self.0.with_phase(named, &value, &Source::Config("with_phase".into()))?))
     }
 
     #[getter]
@@ -214,33 +129,33 @@ impl PyConfig {
         ))
     }
 
+    fn explain(&self) -> PyExplanation {
+        PyExplanation(self.0.explain())
+    }
+
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let document = to_python(py, &self.0.to_value(Export::Full))?;
-        reduced::<Self>(py, document, self.0.explicit_keys())
+        reduced::<Self>(py, &self.0.to_state())
     }
 
     /// The other half of `__reduce__`.
     #[classmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "as a function of Python takes it")]
-    fn _restore(_cls: &Bound<'_, PyType>, document: &Bound<'_, PyAny>, explicit: Vec<String>) -> PyResult<Self> {
-        let config = Config::from_value(&to_value(document)?)?;
-        Ok(Self(config.retain_explicit(|path| explicit.iter().any(|explicit| explicit == path))))
+    fn _restore(_cls: &Bound<'_, PyType>, state: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(Self(Config::from_state(&to_value(state)?)?))
     }
 }
 
 impl PyConfig {
-    /// A phase given as an object names only what it was itself given by name.
-    fn read(document: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let config = Config::from_value(&to_value(document)?)?;
-        let mut unnamed = Vec::new();
-        for phase in Phase::ALL.map(Phase::name) {
-            if let Ok(object) = document.get_item(phase)
+    /// A phase given as an object keeps what it knows of who named what.
+    pub(super) fn read(document: &Bound<'_, PyAny>, caller: &'static str) -> PyResult<Self> {
+        let mut config = Config::from_value(&to_value(document)?, &Source::Config(caller.into()))?;
+        for phase in Phase::ALL {
+            if let Ok(object) = document.get_item(phase.name())
                 && let Ok(object) = object.cast::<PyPhaseConfig>()
             {
-                unnamed.extend(object.get().0.to_value().1.into_iter().map(|key| format!("{phase}.{key}")));
+                config = config.with_sources_of(phase, &object.get().0);
             }
         }
-        Ok(Self(config.retain_explicit(|path| !unnamed.iter().any(|unnamed| unnamed == path))))
+        Ok(Self(config))
     }
 }
 
@@ -259,14 +174,9 @@ fn os_error(error: &io::Error, name: &str) -> PyErr {
     PyOSError::new_err((error.raw_os_error(), reason, name.to_owned()))
 }
 
-/// Pickles by the validator, not around it: what another version wrote is checked like any document.
-fn reduced<'py, T: PyTypeInfo>(
-    py: Python<'py>,
-    document: Bound<'py, PyAny>,
-    explicit: Vec<&str>,
-) -> PyResult<Bound<'py, PyTuple>> {
+pub(super) fn reduced<'py, T: PyTypeInfo>(py: Python<'py>, state: &Value) -> PyResult<Bound<'py, PyTuple>> {
     let restore = py.get_type::<T>().getattr("_restore")?;
-    (restore, (document, PyTuple::new(py, explicit)?)).into_pyobject(py)
+    (restore, (to_python(py, state)?,)).into_pyobject(py)
 }
 
 /// The table of the validator, for Python.
@@ -276,4 +186,10 @@ pub(super) fn allowed_backends(py: Python<'_>) -> PyResult<Bound<'_, PyMappingPr
         table.set_item(phase.name(), PyTuple::new(py, phase.backends())?)?;
     }
     Ok(PyMappingProxy::new(py, table.as_mapping()))
+}
+
+/// The JSON Schema of a configuration.
+#[pyfunction]
+pub(super) fn config_schema(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    to_python(py, &crate::schema::schema())
 }

@@ -7,7 +7,7 @@ use pyo3::types::{IntoPyDict, PyTuple};
 
 use super::value::{quoted, to_python, to_value};
 use crate::document::Value;
-use crate::error::{ConfigError, Issue, write_issue};
+use crate::error::{ConfigError, Issue, place, write_issue};
 
 mod exceptions {
     pyo3::import_exception!(devicegraph.errors, ConfigError);
@@ -28,6 +28,8 @@ pub(super) struct PyConfigIssue {
     message: String,
     #[pyo3(get)]
     hint: Option<String>,
+    #[pyo3(get)]
+    source: Option<String>,
 }
 
 impl From<&Issue> for PyConfigIssue {
@@ -39,6 +41,7 @@ impl From<&Issue> for PyConfigIssue {
             code: issue.code().to_owned(),
             message: issue.message(),
             hint: issue.hint(),
+            source: issue.source.clone(),
         }
     }
 }
@@ -46,6 +49,7 @@ impl From<&Issue> for PyConfigIssue {
 #[pymethods]
 impl PyConfigIssue {
     #[new]
+    #[pyo3(signature = (path, value, allowed, code, message, hint, source=None))]
     fn new(
         path: String,
         value: &Bound<'_, PyAny>,
@@ -53,8 +57,9 @@ impl PyConfigIssue {
         code: String,
         message: String,
         hint: Option<String>,
+        source: Option<String>,
     ) -> PyResult<Self> {
-        Ok(Self { path, value: to_value(value)?, allowed, code, message, hint })
+        Ok(Self { path, value: to_value(value)?, allowed, code, message, hint, source })
     }
 
     #[getter]
@@ -64,7 +69,7 @@ impl PyConfigIssue {
 
     fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let value = self.value(py)?;
-        (&self.path, value, &self.allowed, &self.code, &self.message, &self.hint).into_pyobject(py)
+        (&self.path, value, &self.allowed, &self.code, &self.message, &self.hint, &self.source).into_pyobject(py)
     }
 
     fn __hash__(&self) -> u64 {
@@ -76,20 +81,27 @@ impl PyConfigIssue {
     fn __str__(&self) -> String {
         let mut text = String::new();
         // Writing to a string cannot fail.
-        let _ = write_issue(&mut text, &self.path, &self.message, &self.code, self.hint.as_deref());
+        let _ = write_issue(
+            &mut text,
+            &place(&self.path, self.source.as_deref()),
+            &self.message,
+            &self.code,
+            self.hint.as_deref(),
+        );
         text
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let optional = |text: &Option<String>| text.as_ref().map_or(Ok("None".to_owned()), |text| quoted(py, text));
         Ok(format!(
-            "ConfigIssue(path={}, value={}, allowed={}, code={}, message={}, hint={})",
+            "ConfigIssue(path={}, value={}, allowed={}, code={}, message={}, hint={}, source={})",
             quoted(py, &self.path)?,
             self.value(py)?.repr()?.to_string_lossy(),
             optional(&self.allowed)?,
             quoted(py, &self.code)?,
             quoted(py, &self.message)?,
             optional(&self.hint)?,
+            optional(&self.source)?,
         ))
     }
 }

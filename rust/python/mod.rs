@@ -4,8 +4,12 @@ mod arena;
 mod buckets;
 mod config;
 mod error;
+mod explain;
+mod options;
+mod phase;
 mod plan;
 mod pool;
+mod rules;
 mod value;
 
 use pyo3::prelude::*;
@@ -20,9 +24,17 @@ mod _core {
     #[pymodule_export]
     use super::buckets::{PyBuckets, PyDroppedBucket, decode_buckets, prefill_buckets};
     #[pymodule_export]
-    use super::config::{PyConfig, PyPhaseConfig};
+    use super::config::{PyConfig, config_schema};
     #[pymodule_export]
     use super::error::PyConfigIssue;
+    #[pymodule_export]
+    use super::explain::PyExplanation;
+    #[pymodule_export]
+    use super::options::{PyConfigOption, merge_options, read_argument};
+    #[pymodule_export]
+    use super::phase::PyPhaseConfig;
+    #[pymodule_export]
+    use super::rules::{check_rule, resolve};
 
     #[pymodule_export]
     use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout, is_slot_dtype};
@@ -33,6 +45,7 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("ALLOWED_BACKENDS_PER_PHASE", super::config::allowed_backends(module.py())?)?;
+        module.add("CONFIG_OPTIONS", super::options::table(module.py())?)?;
         module.add("LARGE_PAD_BYTES", crate::plan::LARGE_PAD_BYTES)
     }
 }

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString};
 
-use super::config::PyPhaseConfig;
+use super::phase::PyPhaseConfig;
 use crate::document::Value;
 
 /// No configuration nests this deep; an object that contains itself does.
@@ -35,7 +35,7 @@ fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
         };
     }
     if let Ok(phase) = object.cast::<PyPhaseConfig>() {
-        return Ok(phase.get().0.to_value().0);
+        return Ok(phase.get().0.to_value());
     }
     if depth > 0 {
         if let Ok(mapping) = object.cast::<PyMapping>() {

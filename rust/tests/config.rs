@@ -2,119 +2,24 @@
 
 #![expect(clippy::expect_used, reason = "a helper that panics is a test that fails")]
 
-use std::collections::BTreeMap;
-
 use devicegraph::buckets::{Arguments, Buckets};
 use devicegraph::config::{Config, Export, KEYS, Phase};
 use devicegraph::document::Value;
 use devicegraph::error::ConfigError;
 use insta::assert_snapshot;
-use proptest::collection::{btree_set, vec};
-use proptest::option;
 use proptest::prelude::*;
-use proptest::sample::select;
 
-/// What a document names, by path, and merging in the words of the rule.
-mod naive {
-    use super::{BTreeMap, Value};
+#[allow(dead_code, reason = "each test uses some of it")]
+mod documents;
 
-    pub(crate) type Named = BTreeMap<String, Value>;
+use documents::{SOURCE, any_document, good, good_document, naive, object, phase};
 
-    pub(crate) fn named(document: &Value) -> Named {
-        let Value::Object(entries) = document else {
-            return Named::new();
-        };
-        let mut named = Named::new();
-        for (name, value) in entries {
-            match value {
-                Value::Null => {}
-                Value::Object(keys) => named.extend(
-                    keys.iter().filter(|(_, v)| *v != Value::Null).map(|(key, v)| (format!("{name}.{key}"), v.clone())),
-                ),
-                value => drop(named.insert(name.clone(), value.clone())),
-            }
-        }
-        named
-    }
-
-    /// The higher one wins key by key, and of `bs` and `max_bs` it wins both.
-    pub(crate) fn merged(lower: &Named, higher: &Named) -> Named {
-        let mut all = lower.clone();
-        for phase in ["decode", "prefill"] {
-            let pair = [format!("{phase}.bs"), format!("{phase}.max_bs")];
-            if pair.iter().any(|key| higher.contains_key(key)) {
-                all.retain(|key, _| !pair.contains(key));
-            }
-        }
-        all.extend(higher.clone());
-        all
-    }
+fn from_value(document: &Value) -> Result<Config, ConfigError> {
+    Config::from_value(document, &SOURCE)
 }
 
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Value {
-    Value::Object(entries.map(|(name, value)| (name.to_owned(), value)).into())
-}
-
-fn sizes() -> impl Strategy<Value = (Value, Value)> {
-    let list = btree_set(1..2000u32, 1..6).prop_map(|sizes| {
-        let largest = sizes.last().copied().unwrap_or(1);
-        (Value::Int(largest.into()), Value::List(sizes.into_iter().map(|size| Value::Int(size.into())).collect()))
-    });
-    // Either of the two, both in agreement, or none.
-    (list, 0..4u8).prop_map(|((max_bs, bs), which)| match which {
-        0 => (Value::Null, Value::Null),
-        1 => (max_bs, Value::Null),
-        2 => (Value::Null, bs),
-        _ => (max_bs, bs),
-    })
-}
-
-fn phase(phase: Phase) -> impl Strategy<Value = Value> {
-    let word = |words: &'static [&'static str]| {
-        option::of(select(words)).prop_map(|word| word.map_or(Value::Null, |word| Value::Text(word.into())))
-    };
-    (word(phase.backends()), sizes(), word(&["eager", "inductor"])).prop_map(|(backend, (max_bs, bs), compiler)| {
-        object([("backend", backend), ("max_bs", max_bs), ("bs", bs), ("tc_compiler", compiler)])
-    })
-}
-
-fn good_document() -> impl Strategy<Value = Value> {
-    let padding = option::of(any::<bool>()).prop_map(|flag| flag.map_or(Value::Null, Value::Bool));
-    (phase(Phase::Decode), phase(Phase::Prefill), padding)
-        .prop_map(|(decode, prefill, padding)| object([("decode", decode), ("prefill", prefill), ("padding", padding)]))
-}
-
-/// Documents made of the right words in any place, and of a few wrong ones.
-fn any_document() -> impl Strategy<Value = Value> {
-    const WORDS: [&str; 12] = [
-        "decode",
-        "prefill",
-        "padding",
-        "backend",
-        "max_bs",
-        "bs",
-        "tc_compiler",
-        "full",
-        "disabled",
-        "eager",
-        "ful",
-        "",
-    ];
-    let leaf = prop_oneof![
-        Just(Value::Null),
-        any::<bool>().prop_map(Value::Bool),
-        (-2..10i64).prop_map(Value::Int),
-        any::<f64>().prop_map(Value::Float),
-        select(&WORDS[..]).prop_map(|word| Value::Text(word.into())),
-    ];
-    leaf.prop_recursive(4, 40, 6, |inner| {
-        let entry = (select(&WORDS[..]), inner.clone()).prop_map(|(name, value)| (name.to_owned(), value));
-        prop_oneof![vec(inner, 0..4).prop_map(Value::List), vec(entry, 0..6).prop_map(Value::Object)]
-    })
-}
-
-fn good(document: &Value) -> Config {
-    Config::from_value(document).expect("the document is good")
+fn from_json(text: &str) -> Result<Config, ConfigError> {
+    Config::from_json(text, &SOURCE)
 }
 
 fn export(config: &Config, export: Export) -> naive::Named {
@@ -128,7 +33,7 @@ proptest! {
         for kind in [Export::Differences, Export::Explicit, Export::Full] {
             let exported = config.to_value(kind);
             prop_assert_eq!(&good(&exported), &config);
-            prop_assert_eq!(&Config::from_json(&exported.to_string()).expect("good"), &config);
+            prop_assert_eq!(&from_json(&exported.to_string()).expect("good"), &config);
         }
     }
 
@@ -146,25 +51,25 @@ proptest! {
 
     #[test]
     fn a_higher_source_wins_key_by_key(document in good_document(), higher in phase(Phase::Decode)) {
-        let config = good(&document).with_phase(Phase::Decode, &higher).expect("the source is good");
+        let config = good(&document).with_phase(Phase::Decode, &higher, &SOURCE).expect("the source is good");
         let expected = naive::merged(&naive::named(&document), &naive::named(&object([("decode", higher)])));
         prop_assert_eq!(export(&config, Export::Explicit), expected);
     }
 
     #[test]
     fn merging_is_associative(document in good_document(), one in phase(Phase::Decode), two in phase(Phase::Decode)) {
-        let stepwise = good(&document).with_phase(Phase::Decode, &one).and_then(|c| c.with_phase(Phase::Decode, &two));
-        let both = Config::default().with_phase(Phase::Decode, &one).and_then(|c| c.with_phase(Phase::Decode, &two));
+        let stepwise = good(&document).with_phase(Phase::Decode, &one, &SOURCE).and_then(|c| c.with_phase(Phase::Decode, &two, &SOURCE));
+        let both = Config::default().with_phase(Phase::Decode, &one, &SOURCE).and_then(|c| c.with_phase(Phase::Decode, &two, &SOURCE));
         let Value::Object(both) = both.expect("good").to_value(Export::Explicit) else { unreachable!() };
         let both = both.into_iter().next().map_or(Value::Null, |(_, decode)| decode);
-        let at_once = good(&document).with_phase(Phase::Decode, &both).expect("the source is good");
+        let at_once = good(&document).with_phase(Phase::Decode, &both, &SOURCE).expect("the source is good");
         let stepwise = stepwise.expect("the sources are good");
         prop_assert_eq!(export(&stepwise, Export::Explicit), export(&at_once, Export::Explicit));
     }
 
     #[test]
     fn whatever_is_accepted_round_trips_and_whatever_is_not_says_why(document in any_document()) {
-        match Config::from_value(&document) {
+        match from_value(&document) {
             Ok(config) => prop_assert_eq!(good(&config.to_value(Export::Differences)), config),
             Err(error) => {
                 prop_assert!(!error.issues.is_empty());
@@ -176,7 +81,7 @@ proptest! {
 
     #[test]
     fn a_text_is_refused_with_a_message_or_round_trips(text in r#"[{}\[\]",:=.0-9a-z\n é]{0,40}"#) {
-        for result in [Config::from_json(&text), Config::from_file("a.toml", text.as_bytes())] {
+        for result in [from_json(&text), Config::from_file("a.toml", text.as_bytes())] {
             match result {
                 Ok(config) => prop_assert_eq!(good(&config.to_value(Export::Differences)), config),
                 Err(error) => prop_assert!(error.to_string().contains(" [")),
@@ -186,7 +91,7 @@ proptest! {
 }
 
 fn refused(json: &str) -> String {
-    Config::from_json(json).expect_err("something in it is wrong").to_string()
+    from_json(json).expect_err("something in it is wrong").to_string()
 }
 
 #[test]
@@ -230,7 +135,7 @@ fn every_problem_is_reported_at_once() {
 #[test]
 fn what_is_wrong_with_a_document_as_a_whole() {
     for json in ["null", "[]", "3", "\"decode\"", "true"] {
-        let error = Config::from_json(json).expect_err("no object");
+        let error = from_json(json).expect_err("no object");
         assert_eq!(error.issues[0].code(), "wrong-type");
     }
     assert_snapshot!(refused("[1]"), @"`[1]` is a list, not an object with the keys `decode`, `prefill` and `padding` [wrong-type]");
@@ -271,7 +176,7 @@ fn a_repeated_key_is_an_error_wherever_it_is() {
 #[test]
 fn numbers_outside_every_range_are_no_sizes() {
     let code = |number: &str| {
-        let error = Config::from_json(&format!(r#"{{"decode": {{"max_bs": {number}}}}}"#)).expect_err("no size");
+        let error = from_json(&format!(r#"{{"decode": {{"max_bs": {number}}}}}"#)).expect_err("no size");
         error.issues.iter().map(devicegraph::error::Issue::code).collect::<Vec<_>>().join(" ")
     };
     for number in ["0", "-1", "1048577", "9223372036854775808", "-9223372036854775809", "1e30"] {
@@ -289,34 +194,34 @@ fn sizes_of_one_source_must_agree() {
     decode.max_bs: `64` is not the largest entry of `bs`, 32 [sizes-disagree]
       hint: leave `max_bs` out, or set it to 32, or add 64 to `bs`
     ");
-    let config = Config::from_json(r#"{"decode": {"max_bs": 32, "bs": [32, 1, 32]}}"#).expect("they agree");
+    let config = from_json(r#"{"decode": {"max_bs": 32, "bs": [32, 1, 32]}}"#).expect("they agree");
     assert_eq!(config.to_value(Export::Differences).to_string(), r#"{"decode": {"max_bs": 32, "bs": [1, 32]}}"#);
     // A bad entry is reported alone: what the list's largest entry would be is not known.
-    let error = Config::from_json(r#"{"decode": {"max_bs": 64, "bs": [1, "64"]}}"#).expect_err("a bad entry");
+    let error = from_json(r#"{"decode": {"max_bs": 64, "bs": [1, "64"]}}"#).expect_err("a bad entry");
     assert_eq!(error.issues.len(), 1);
 }
 
 #[test]
 fn null_never_wipes_a_lower_value() {
-    let config = Config::from_json(r#"{"decode": {"max_bs": 256}}"#).expect("good");
+    let config = from_json(r#"{"decode": {"max_bs": 256}}"#).expect("good");
     let higher = Value::from_json(r#"{"backend": "full", "max_bs": null, "bs": null}"#).expect("json");
-    let merged = config.with_phase(Phase::Decode, &higher).expect("good");
+    let merged = config.with_phase(Phase::Decode, &higher, &SOURCE).expect("good");
     assert_eq!(merged, config);
     assert_eq!(merged.explicit_keys(), ["decode.backend", "decode.max_bs"]);
 }
 
 #[test]
 fn a_compiler_beside_another_backend_is_kept_and_warned_of() {
-    let config = Config::from_json(r#"{"decode": {"tc_compiler": "inductor"}}"#).expect("a warning is no error");
+    let config = from_json(r#"{"decode": {"tc_compiler": "inductor"}}"#).expect("a warning is no error");
     assert_eq!(config.to_value(Export::Differences).to_string(), r#"{"decode": {"tc_compiler": "inductor"}}"#);
     let warnings = config.warnings();
     assert_eq!(warnings.len(), 1);
     assert_snapshot!(warnings[0], @r#"
-    decode.tc_compiler: `"inductor"` has no effect beside the backend `full` [compiler-unused]
+    decode.tc_compiler (a test): `"inductor"` has no effect beside the backend `full` [compiler-unused]
       hint: set `backend` to `tc_piecewise`, or leave `tc_compiler` out
     "#);
     let piecewise = Value::from_json(r#"{"backend": "tc_piecewise"}"#).expect("json");
-    assert_eq!(config.with_phase(Phase::Decode, &piecewise).expect("good").warnings(), []);
+    assert_eq!(config.with_phase(Phase::Decode, &piecewise, &SOURCE).expect("good").warnings(), []);
     assert_eq!(Config::default().warnings(), []);
 }
 
@@ -374,8 +279,8 @@ fn routes_agree_on_verdict_code_and_message() {
                 [phase, name] => format!(r#"{{"{phase}": {{"{name}": {value}}}}}"#),
                 _ => format!(r#"{{"{key}": {value}}}"#),
             };
-            let (json, toml) = (Config::from_json(&json), Value::from_toml(&toml).expect("toml"));
-            assert_eq!(json, Config::from_value(&toml), "{key} = {value}");
+            let (json, toml) = (from_json(&json), Value::from_toml(&toml).expect("toml"));
+            assert_eq!(json, from_value(&toml), "{key} = {value}");
         }
     }
 }
@@ -388,7 +293,7 @@ fn a_long_value_does_not_drown_its_message() {
 
 #[test]
 fn buckets_take_what_a_phase_says() {
-    let config = Config::from_json(r#"{"decode": {"bs": [1, 3, 200]}}"#).expect("good");
+    let config = from_json(r#"{"decode": {"bs": [1, 3, 200]}}"#).expect("good");
     let phase = config.phase(Phase::Decode);
     let value = |name: &str| phase.get(name).map_or(Value::Null, Value::from);
     let arguments =

@@ -11,47 +11,8 @@ use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
 
-/// The rules, read one size at a time.
-mod naive {
-    use std::collections::BTreeSet;
-
-    fn every(size: u32, from: u32, to: u32, step: u32) -> bool {
-        (from..=to).contains(&size) && (size - from).is_multiple_of(step)
-    }
-
-    pub(crate) fn decode(maximum: u32, padding: bool, num_tokens_per_bs: u32) -> BTreeSet<u32> {
-        let plain = |size| {
-            [1, 2, 4, 8, 12].contains(&size)
-                || every(size, 16, 256, 8)
-                || every(size, 272, 496, 16)
-                || every(size, 512, u32::MAX, 32)
-        };
-        let speculative = |size| {
-            size <= 8
-                || every(size, 10, 32, 2)
-                || every(size, 40, 64, 4)
-                || every(size, 72, 256, 8)
-                || every(size, 272, u32::MAX, 16)
-        };
-        let wanted = |&size: &u32| {
-            !padding || size == maximum || if num_tokens_per_bs == 1 { plain(size) } else { speculative(size) }
-        };
-        (1..=maximum).filter(wanted).collect()
-    }
-
-    pub(crate) fn kept(asked: &[u32], padding: bool, alignment: u32, limit: Option<u32>) -> BTreeSet<u32> {
-        let fits = |size: u32| size.is_multiple_of(alignment) && limit.is_none_or(|limit| size <= limit);
-        let mut kept: BTreeSet<u32> = asked.iter().copied().filter(|size| fits(*size)).collect();
-        if let Some(limit) = limit.filter(|limit| padding && asked.iter().any(|size| size > limit)) {
-            kept.extend((1..=limit).rev().find(|size| fits(*size)));
-        }
-        kept
-    }
-
-    pub(crate) fn fit(sizes: &[u32], padding: bool, raw: u32) -> Option<u32> {
-        sizes.iter().copied().filter(|&size| if padding { raw > 0 && size >= raw } else { size == raw }).min()
-    }
-}
+mod budget;
+mod naive;
 
 fn int(number: u32) -> Value {
     Value::Int(number.into())
@@ -78,11 +39,6 @@ fn explicit(sizes: &[u32], padding: bool, alignment: u32, limit: Option<u32>, ma
         max_graphs: optional(max_graphs),
         ..Arguments::default()
     })
-}
-
-/// The largest ratio between neighbours: the worst share of padding.
-fn worst_growth(sizes: &[u32]) -> f64 {
-    sizes.windows(2).map(|pair| f64::from(pair[1]) / f64::from(pair[0])).fold(1.0, f64::max)
 }
 
 proptest! {
@@ -168,21 +124,16 @@ proptest! {
     }
 
     #[test]
-    fn a_graph_budget_keeps_the_ends_and_spreads_the_rest(sizes in vec(1..100u32, 3..10), max_graphs in 2..8u32) {
-        let whole = explicit(&sizes, true, 1, None, None);
-        let buckets = explicit(&sizes, true, 1, None, Some(max_graphs));
-        let (all, kept) = (whole.sizes(), buckets.sizes());
-        prop_assert_eq!(kept.len(), all.len().min(max_graphs as usize));
-        prop_assert_eq!((kept.first(), kept.last()), (all.first(), all.last()));
-        prop_assert!(kept.iter().all(|size| all.contains(size)));
-        // Every way to choose as many with both ends, the best of them against ours.
-        let choices = (0..1u32 << all.len()).map(|bits| {
-            let chosen = all.iter().enumerate().filter(|(i, _)| bits & (1 << i) != 0);
-            chosen.map(|(_, size)| *size).collect::<Vec<u32>>()
-        });
-        let comparable = choices.filter(|c| c.len() == kept.len() && c.first() == all.first() && c.last() == all.last());
-        let best = comparable.map(|choice| worst_growth(&choice)).fold(f64::INFINITY, f64::min);
-        prop_assert!(worst_growth(kept) <= best * worst_growth(all) + 1e-9, "{:?} of {:?}, best {}", kept, all, best);
+    fn a_dense_list_has_the_maximum_and_pads_by_a_sixteenth_at_most(maximum in 1..20_000u32) {
+        let arguments =
+            Arguments { maximum: int(maximum), preset: Value::Text("dense".into()), ..Arguments::default() };
+        let (dense, prefill) = (decode(&arguments), Buckets::prefill(&arguments).expect("the arguments are good"));
+        prop_assert_eq!((dense.maximum(), prefill.maximum()), (maximum, maximum));
+        prop_assert!(dense.sizes().starts_with(&(1..=maximum.min(32)).collect::<Vec<_>>()));
+        prop_assert!(naive::padding(dense.sizes(), 1) <= 1.0 / 16.0);
+        prop_assert!(naive::padding(prefill.sizes(), 128) <= 1.0 / 16.0);
+        let default = decode(&Arguments { maximum: int(maximum), ..Arguments::default() });
+        prop_assert!(dense.sizes().len() >= default.sizes().len());
     }
 
     #[test]
@@ -285,14 +236,6 @@ fn dropped_sizes_have_code_sentence_and_hint() {
 }
 
 #[test]
-fn one_graph_is_the_largest_and_two_are_the_ends() {
-    let sizes = [1, 2, 4, 8, 16];
-    assert_eq!(explicit(&sizes, true, 1, None, Some(1)).sizes(), [16]);
-    assert_eq!(explicit(&sizes, true, 1, None, Some(2)).sizes(), [1, 16]);
-    assert_eq!(explicit(&sizes, true, 1, None, Some(3)).sizes(), [1, 4, 16]);
-}
-
-#[test]
 fn every_bad_argument_is_reported_at_once() {
     let error = Buckets::decode(&Arguments {
         maximum: Value::Bool(true),
@@ -303,9 +246,12 @@ fn every_bad_argument_is_reported_at_once() {
         token_alignment: Value::Float(2.0),
         limit: int(0),
         max_graphs: int(0),
+        max_bytes: Value::Int(-1),
+        bytes_per_size: Value::Text("1 GiB".into()),
+        preset: Value::Text("dens".into()),
     });
     assert_snapshot!(error.expect_err("nothing in it is good"), @r#"
-    11 problems:
+    14 problems:
     max_bs: `true` is a boolean, not an integer from 1 to 1048576 [wrong-type]
     bs[0]: `0` is not an integer from 1 to 1048576 [out-of-range]
     bs[1]: `-3` is not an integer from 1 to 1048576 [out-of-range]
@@ -318,6 +264,10 @@ fn every_bad_argument_is_reported_at_once() {
     alignment: `"two"` is a string, not an integer from 1 to 1048576 [wrong-type]
     token_alignment: `2.0` is a float, not an integer from 1 to 1048576 [wrong-type]
     max_graphs: `0` is not an integer from 1 to 1048576 [out-of-range]
+    max_bytes: `-1` is not an integer of at least 0 [out-of-range]
+    bytes_per_size: `"1 GiB"` is a string, not an integer, a mapping from sizes to integers, or a function of the size [wrong-type]
+    preset: `"dens"` is not one of `default` or `dense` [unknown-preset]
+      hint: did you mean `dense`?
     "#);
 }
 

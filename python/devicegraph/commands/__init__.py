@@ -1,0 +1,1 @@
+"""The commands that need no device; `devicegraph.cli` has the table of all."""

@@ -1,0 +1,122 @@
+"""The pages about configuration are run, and their tables are those of the code."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import devicegraph as dg
+from devicegraph import CudaGraphConfig, cli
+from devicegraph._core import CONFIG_OPTIONS, config_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("configuration.md", "migrating-options.md")
+
+_BLOCK = re.compile(r"^```(?P<language>\w+) ?(?P<file>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def _rows(page: str, heading: str) -> Iterator[list[str]]:
+    """The cells of the first table below a heading."""
+    below = _read(page).partition(f"{heading}\n")[2]
+    table = below[below.index("| ---") :].partition("\n\n")[0].splitlines()[1:]
+    for line in table:
+        yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_example_runs_and_prints_what_the_page_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = list(_BLOCK.finditer(_read(page)))
+    with warnings.catch_warnings():
+        for number, block in enumerate(blocks):
+            text = block["text"]
+            match block["language"]:
+                case "toml" | "json":
+                    Path(block["file"]).write_text(text)
+                case "python":
+                    exec(compile(text, page, "exec"), names)
+                case "pycon":
+                    example = doctest.DocTestParser().get_doctest(text, names, f"{page}, block {number}", page, 0)
+                    runner = doctest.DocTestRunner(verbose=False)
+                    report: list[str] = []
+                    runner.run(example, out=report.append, clear_globs=False)
+                    assert runner.failures == 0, "".join(report)
+                    names |= example.globs
+                case "console":
+                    command, _, expected = text.partition("\n")
+                    assert cli.main(command.removeprefix("$ devicegraph ").split()) == 0
+                    assert capsys.readouterr().out == expected
+                case other:
+                    raise AssertionError(f"who runs `{other}`?")
+    assert {block["language"] for block in blocks} >= {"pycon", "console"}
+
+
+def test_the_table_of_keys_is_the_validators() -> None:
+    defaults = CudaGraphConfig().explain().to_dict()["keys"]
+    properties = config_schema()["properties"]
+    schema = {
+        f"{phase}.{key}": value for phase in dg.Phase.ALL for key, value in properties[phase]["properties"].items()
+    } | {"padding": properties["padding"]}
+    rows = {cells[0].strip("`"): cells[1:] for cells in _rows("configuration.md", "### Every key")}
+    assert list(rows) == list(defaults)
+    for path, (values, default, about) in rows.items():
+        assert about == schema[path]["description"]
+        if "enum" in schema[path]:
+            assert values == ", ".join(f"`{word}`" for word in schema[path]["enum"] if word is not None)
+        if "maximum" in schema[path]:
+            assert values == f"integer from 1 to {schema[path]['maximum']}"
+        if defaults[path]["value"] is not None:
+            assert default == f"`{str(defaults[path]['value']).lower()}`"
+
+
+def test_the_table_of_backends_is_the_validators() -> None:
+    for name, _, *phases in _rows("configuration.md", "Each phase has a **backend**, which says how it is captured:"):
+        backend = name.strip("`")
+        for phase, cell in zip(dg.Phase.ALL, phases, strict=True):
+            possible = backend in dg.ALLOWED_BACKENDS_PER_PHASE[phase]
+            default = CudaGraphConfig()[phase].backend == backend
+            assert cell == ("**default**" if default else "yes") if possible else cell.startswith("not possible")
+
+
+def test_the_table_of_facts_is_that_of_the_ready_rules() -> None:
+    assert {name.strip("`"): about for name, about in _rows("configuration.md", "### Every fact")} == dict(dg.FACTS)
+
+
+def test_the_table_of_current_options_names_them_all() -> None:
+    flags = re.findall(
+        r"`(--[\w-]+)", " ".join(cells[0] for cells in _rows("configuration.md", "## On a command line"))
+    )
+    assert flags == [option.flag for option in CONFIG_OPTIONS if option.replacement is None]
+
+
+def test_the_table_of_deprecated_options_is_that_of_the_code() -> None:
+    documented = [
+        (flag, keys, value, instead)
+        for flag, keys, value, instead in _rows("migrating-options.md", "## What became of each option")
+    ]
+    takes = {"one": "its value", "many": "its values"}
+    assert documented == [
+        (
+            f"`{option.flag}`",
+            ", ".join(f"`{key}`" for key in option.keys),
+            takes.get(option.takes, f"`{option.says}`"),
+            option.replacement,
+        )
+        for option in CONFIG_OPTIONS
+        if option.replacement is not None
+    ]
