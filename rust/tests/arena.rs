@@ -80,7 +80,9 @@ proptest! {
                     Step::Release(_) => {}
                 }
             }
-            live.into_iter().for_each(|block| arena.release(block).unwrap());
+            for block in live {
+                arena.release(block).unwrap();
+            }
             (placed, arena.segments().to_vec())
         };
         let first = trace();

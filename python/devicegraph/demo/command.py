@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from devicegraph.commands.explain import read_config
 from devicegraph.config import Backend, CudaGraphConfig
 from devicegraph.errors import ConfigError
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from devicegraph.demo.serve import DemoOptions, run_demo
 
-    config = read_config(arguments.config)
+    config = CudaGraphConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.decode is not None:
         config = config.with_phase("decode", backend=arguments.decode)
     options = DemoOptions(
@@ -69,13 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     result = run_demo(options)
     sys.stdout.write((json.dumps(to_dict(result), indent=2) if arguments.json else describe(result)) + "\n")
     return 0 if result.ok else 1
-
-
-def read_config(given: str | None) -> CudaGraphConfig:
-    """The configuration of `--config`: text where it looks like an object, else a file."""
-    if given is None:
-        return CudaGraphConfig()
-    return CudaGraphConfig.from_json(given) if given.lstrip().startswith("{") else CudaGraphConfig.from_file(given)
 
 
 def describe(result: DemoResult) -> str:

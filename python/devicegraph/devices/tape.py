@@ -263,8 +263,8 @@ def _written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def _unboxed(value: torch.ScriptObject) -> Any:
     """A process group as Python's own object, anything else as it is.
 
-    Whoever drops the last reference to a group joins its threads, and one of those may be waiting for the interpreter lock:
-    Python's object lets go of the lock first, a boxed one does not.
+    Whoever drops the last reference to a group joins its threads, and one of those may be waiting for the interpreter
+    lock: Python's object lets go of the lock first, a boxed one does not.
     """
     name = value._type().qualified_name()  # type: ignore[attr-defined, unused-ignore]
     group = torch._C._distributed_c10d.ProcessGroup

@@ -159,7 +159,9 @@ class BaseCudaGraphRunner(ABC):
         """
         self._check_open()
         if self.backend is None:
-            return CaptureReport(self.phase, "disabled", note="the phase is disabled")
+            reason = self.config[self.phase].reason
+            note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
+            return CaptureReport(self.phase, "disabled", note=note)
         self._drop_graphs()
         sizes = sorted(self.buckets, reverse=self.order == "descending")
         if not sizes:
