@@ -38,7 +38,7 @@ def show_progress(rank: int) -> Callable[[CaptureProgress], None]:
     if rank != 0 or not sys.stderr.isatty():
         return lambda event: None
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+        from tqdm import tqdm
     except ImportError:
         return _print_line
     bar: Any = None
