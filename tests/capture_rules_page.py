@@ -14,20 +14,21 @@ _HEAD = """# Capture rules
 
 What may stand in a forward that is captured. A CUDA capture keeps these rules, and so does the CPU tape, construct by
 construct: the tests run this very table on both (read off an NVIDIA H200 with torch 2.11, and held to the tape with
-    every torch that is tested). On the tape a refusal is a `CaptureError` with the code below, the operator's name and
-    a way out; a GPU fails with an error of its own, often about something later.
+every torch that is tested). On the tape a refusal is a `CaptureError` with the code below, the operator's name and a
+way out; a GPU fails with an error of its own, often about something later.
 
 In the table `x`, `y` and `buffer` are float tensors on the device, `index` and `counts` integer ones, `mask` a boolean
 one, `n` an integer tensor without dimensions; `pageable` and `pinned` lie in host memory, `host_scalar` has no
 dimensions there.
 
 On the tape everything is host memory. What would be host memory beside a GPU is told apart so: slots declared with
-`device="cpu"`, literals such as `torch.tensor([1, 2])` and factories that are given no device, and what is computed
-from these alone. The word in `.to("cpu")` means the host, `.to(batch.device)` the device.
+`device="cpu"`, literals such as `torch.tensor([1, 2])`, factories that are given no device or the word `"cpu"`, and
+what is computed from these alone. The word means the host, in `.to("cpu")` too; `batch.device` means the device.
 
-The tape records operators that torch can propagate shapes for, and runs nothing while it captures. Kernels that do not
-go
-through torch's dispatcher, such as a Triton kernel, have no CPU form to record."""
+The tape records operators that torch can propagate shapes for, and runs nothing while it captures. What it cannot
+record and a device could is refused as `tape-limit` or `no-fake-kernel`: operators without a fake kernel or with one
+that fails, higher-order operators, sparse tensors. Kernels that do not go through torch's dispatcher, such as a Triton
+kernel, have no CPU form to record."""
 
 _ALLOWED_HEAD = """## Allowed
 A replay gives what the forward would give on the inputs of the moment."""

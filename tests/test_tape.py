@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import devicegraph
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.devices.tape_memory import TapeMemory
+from devicegraph.devices.tape_rules import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from devicegraph.devices.cpu import TapeGraph
 
 ADAPTER = get_device_adapter("cpu")
+SPARSE = torch.eye(4).to_sparse()
 
 
 def capture(
@@ -230,22 +233,134 @@ def test_conjugated_and_negated_views_replay() -> None:
     assert torch.equal(output[1], (z + 1).conj().imag + 1)
 
 
-def test_an_operator_without_a_fake_kernel_is_named() -> None:
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """Operators whose kernels are not known as Python's: they stand for compiled ones."""
     library = torch.library.Library("devicegraph_test_compiled", "DEF")
     library.define("opaque(Tensor x) -> Tensor")
-    library.m.impl("opaque", "CPU", lambda x: x + 1, False)  # not known as Python's: it stands for a compiled kernel
+    library.m.impl("opaque", "CPU", lambda x: x + 1, False)
+    yield library
+    library._destroy()
+
+
+def test_an_operator_without_a_fake_kernel_is_named(library: torch.library.Library) -> None:
     x = torch.ones(4)
     with pytest.raises(devicegraph.CaptureError) as caught:
         capture(lambda: torch.ops.devicegraph_test_compiled.opaque(x))
     assert (caught.value.code, caught.value.operator) == ("no-fake-kernel", "devicegraph_test_compiled::opaque")
-    library._destroy()
+
+
+def test_an_operator_whose_fake_kernel_fails_is_a_limit_of_the_tape(library: torch.library.Library) -> None:
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        raise TypeError("not for this type")
+
+    torch.library.register_fake("devicegraph_test_compiled::opaque", fake, lib=library)
+    x = torch.ones(4)
+    with pytest.raises(devicegraph.CaptureError) as caught:
+        capture(lambda: torch.ops.devicegraph_test_compiled.opaque(x))
+    assert (caught.value.code, caught.value.operator) == ("tape-limit", "devicegraph_test_compiled::opaque")
+    assert "not for this type" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [(8,), (4, 1)])
+def test_a_fake_kernel_that_told_another_shape_is_found_by_the_replay(
+    library: torch.library.Library, wrong: tuple[int, ...]
+) -> None:
+    torch.library.register_fake("devicegraph_test_compiled::opaque", lambda x: x.new_empty(wrong), lib=library)
+    x = torch.ones(4)
+    graph, _ = capture(lambda: torch.ops.devicegraph_test_compiled.opaque(x))
+    with pytest.raises(devicegraph.ReplayError) as caught:
+        graph.replay()
+    assert caught.value.code == "fake-kernel-wrong"
+    assert "devicegraph_test_compiled::opaque" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(lambda x: torch.sparse.mm(SPARSE, x), id="sparse argument"),
+        pytest.param(lambda x: x.to_sparse(), id="sparse result"),
+        pytest.param(
+            lambda x: torch.cond(torch.tensor(True), torch.sin, torch.cos, (x,)),
+            id="higher-order operator",
+            marks=pytest.mark.skipif(
+                not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
+                reason="this torch refuses them itself, with an error of its own",
+            ),
+        ),
+    ],
+)
+def test_what_has_no_form_on_the_tape_is_called_a_limit_of_the_tape(forward: Any) -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(devicegraph.CaptureError) as caught:
+        capture(lambda: forward(x))
+    assert caught.value.code == "tape-limit"
+
+
+def test_allocations_and_questions_about_tensors_are_not_recorded() -> None:
+    x = torch.ones(4)
+
+    def forward() -> torch.Tensor:
+        y = torch.empty_like(x)
+        assert x.is_same_size(y)
+        with torch.profiler.record_function("range"):
+            return y.copy_(x)
+
+    graph, output = capture(forward)
+    graph.replay()
+    assert graph.tape.operators() == ["aten::copy_"]
+    assert torch.equal(output, x)
+
+
+def test_python_kernels_are_checked_inside() -> None:
+    library = torch.library.Library("devicegraph_test_reader", "DEF")
+    library.define("reads(Tensor x) -> Tensor")
+    library.impl("reads", lambda x: x + sum(x.tolist()), "CPU")
+    x = torch.ones(4)
+    try:
+        with pytest.raises(devicegraph.CaptureError) as caught:
+            capture(lambda: torch.ops.devicegraph_test_reader.reads(x))
+        assert caught.value.code == "host-read"
+    finally:
+        library._destroy()
+
+
+def test_host_memory_stays_host_memory_as_long_as_one_tensor_is_on_it() -> None:
+    x = torch.ones(4)
+    storage = torch.ones(8)
+    first, second = storage[:4], storage[4:]
+    for tensor in (first, second):
+        ADAPTER.declare_host(tensor)
+    del first, storage
+    with pytest.raises(devicegraph.CaptureError) as caught:
+        capture(lambda: x + second)
+    assert caught.value.code == "device-mismatch"
+
+
+def test_declaring_host_memory_for_ever_does_not_grow() -> None:
+    host = HostMemory()
+    for _ in range(1000):
+        host.declare(torch.ones(4))
+    assert len(host) < 200
+
+
+def test_an_output_may_outlive_its_graph_and_its_pool() -> None:
+    x = torch.randn(1 << 10)
+    graph, output = capture(lambda: x + 1)
+    graph.replay()
+    del graph
+    gc.collect()
+    others = [torch.full((1 << 23,), 7.0) for _ in range(4)]
+    assert torch.equal(output, x + 1)
+    assert len(others) == 4
 
 
 @pytest.mark.parametrize("capture_mode", [torch.no_grad, torch.inference_mode])
 def test_a_custom_operator_in_python_is_recorded_by_what_it_calls(capture_mode: Any) -> None:
     calls = []
 
-    @torch.library.custom_op("devicegraph_test::scaled", mutates_args=())
+    # A name of its own in each run: torch may forget the kernels of a name that was defined before.
+    @torch.library.custom_op(f"devicegraph_test::scaled_{capture_mode.__name__}", mutates_args=())
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
         calls.append(by)
         return x * by

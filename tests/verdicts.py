@@ -53,6 +53,9 @@ class Setting:
         else:
             self.pinned, self.pinned_out = self.pinned.pin_memory(), self.pinned_out.pin_memory()
         self.generator = torch.Generator(device=device)
+        self.default_generator = torch.default_generator
+        if device.type == "cuda":
+            self.default_generator = torch.cuda.default_generators[torch.cuda.current_device()]
         self.side = adapter.stream()
         self.recorded = adapter.event()
         self.recorded.record()
@@ -139,6 +142,7 @@ _table(
     pinned_to_device_blocking=lambda s: s.pinned.to(s.device) + 1,
     copy_from_pageable=lambda s: s.buffer.copy_(s.pageable),
     copy_from_pageable_non_blocking=lambda s: s.buffer.copy_(s.pageable, non_blocking=True),
+    copy_from_pinned_strided=lambda s: s.buffer[:4].copy_(s.pinned[::2], non_blocking=True),
     copy_from_pinned_blocking=lambda s: s.buffer.copy_(s.pinned),
     copy_to_pageable=lambda s: s.pageable.copy_(s.x),
     copy_to_pageable_non_blocking=lambda s: s.pageable.copy_(s.x, non_blocking=True),
@@ -153,6 +157,10 @@ _table(
     "device-mismatch",
     arithmetic_with_a_host_vector=lambda s: s.x * s.pageable,
     arithmetic_with_a_factory_without_device=lambda s: s.x + torch.zeros(8, 4),
+    arithmetic_with_a_window_without_device=lambda s: s.x[:, 0] * torch.hann_window(8),
+    arithmetic_with_a_factory_on_the_host=lambda s: s.x + torch.zeros(8, 4, device="cpu"),
+    arithmetic_with_a_likeness_on_the_host=lambda s: s.x + torch.zeros_like(s.x, device="cpu"),
+    host_scalar_written_by_a_device_scalar=lambda s: s.host_scalar.add_(s.x[0, 0]),
 )
 _table("unregistered-generator", draw_from_a_generator=lambda s: torch.rand(8, device=s.device, generator=s.generator))
 _table(
@@ -212,6 +220,10 @@ _table(
     copy_from_pinned_non_blocking=lambda s: s.buffer.copy_(s.pinned, non_blocking=True),
     pinned_to_device_non_blocking=lambda s: s.pinned.to(s.device, non_blocking=True) + 1,
     copy_to_pinned_non_blocking=lambda s: (s.pinned_out.copy_(s.x, non_blocking=True), s.x + 1)[1],
+    pinned_to_device_as_another_type=lambda s: s.pinned.to(s.device, torch.float64, non_blocking=True) + 1,
+    pinned_to_where_another_tensor_is=lambda s: s.pinned.to(s.x, non_blocking=True) + 1,
+    to_the_host_as_another_type=lambda s: (s.x.to("cpu", torch.float64, True), s.x + 1)[1],
+    value_of_a_factory_on_the_host=lambda s: s.x[: int(torch.arange(3, device="cpu").max())] + 0,
     to_the_host_non_blocking=lambda s: (s.x.to("cpu", non_blocking=True), s.x + 1)[1],
     data_pointer=lambda s: (s.x.data_ptr(), s.x + 1)[1],
 )
@@ -222,6 +234,7 @@ _table(
     dropout=lambda s: F.dropout(s.x, 0.5, training=True),
     randint=lambda s: torch.randint(0, 1 << 30, (8,), device=s.device),
     randperm=lambda s: torch.randperm(64, device=s.device),
+    rand_of_the_default_generator=lambda s: torch.rand(8, device=s.device, generator=s.default_generator),
     multinomial=lambda s: torch.multinomial(torch.ones(8, 64, device=s.device), 4),
     exponential=lambda s: torch.empty(8, device=s.device).exponential_(),
 )
@@ -270,6 +283,17 @@ def autocast(s: Setting) -> torch.Tensor:
 def inference_mode(s: Setting) -> torch.Tensor:
     with torch.inference_mode():
         return (s.x @ s.weight).reshape(-1)
+
+
+@construct(ALLOWED)
+def named_range_of_the_profiler(s: Setting) -> torch.Tensor:
+    with torch.profiler.record_function("range"):
+        return s.x + 1
+
+
+@construct(ALLOWED)
+def output_given_without_a_size(s: Setting) -> torch.Tensor:
+    return torch.add(s.x, s.y, out=torch.empty(0, device=s.device))
 
 
 @construct(ALLOWED)

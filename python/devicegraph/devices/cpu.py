@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
-from devicegraph.devices.tape import Recorder, Tape
+from devicegraph.devices.recorder import Recorder
 from devicegraph.devices.tape_memory import TapeMemory
 from devicegraph.devices.tape_rules import HostMemory, HostReads, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from devicegraph.devices.tape import Tape
 
 
 class _Capture:
@@ -28,7 +30,6 @@ class _Capture:
     def __init__(self, stream: TapeStream, error_mode: CaptureErrorMode) -> None:
         self.origin = stream
         self.error_mode = error_mode
-        self.thread = threading.get_ident()
         self.work: dict[TapeStream, int] = {stream: 0}
         """The streams that take part, with the number of operators recorded on each."""
         self.joined: dict[TapeStream, int] = {}
@@ -51,8 +52,8 @@ class _Capture:
             raise refuse("unjoined-stream", "")
 
 
-_captures: list[_Capture] = []
-_captures_lock = threading.Lock()
+#: The capture of each thread that captures.
+_captures: dict[int, _Capture] = {}
 _thread = threading.local()
 
 
@@ -62,16 +63,14 @@ def _current_stream() -> TapeStream:
 
 
 def _capture_here() -> _Capture | None:
-    thread = threading.get_ident()
-    return next((capture for capture in _captures if capture.thread == thread), None)
+    return _captures.get(threading.get_ident())
 
 
 def _wait_for_device(what: str) -> None:
     """The check of everything that waits for work on the device: refused beside a capture, as its error mode says."""
-    here = _capture_here()
-    if here is not None:
+    if _capture_here() is not None:
         raise refuse("synchronize", what)
-    for capture in _captures:
+    for capture in list(_captures.values()):
         if capture.error_mode == "global":
             capture.broken_by = what
             raise refuse("synchronize", what)
@@ -211,18 +210,17 @@ class CpuDevice(DeviceAdapter):
         if stream is _DEFAULT_STREAM:
             raise refuse("foreign-stream", "capture")
         capture = _Capture(stream, capture_error_mode)
-        host = self._host.for_capture()
-        recorder = Recorder(pool.handle, host, capture.record)
-        with _captures_lock:
-            _captures.append(capture)
+        reads = HostReads(self._host)
+        recorder = Recorder(pool.handle, self._host, reads, capture.record)
+        _captures[threading.get_ident()] = capture
         try:
-            with self.stream_context(stream), HostReads(host), recorder:
+            with self.stream_context(stream), reads, recorder:
                 yield
             capture.end()
+            tape = recorder.take()
         finally:
-            with _captures_lock:
-                _captures.remove(capture)
-        graph.keep(recorder.tape, pool)
+            del _captures[threading.get_ident()]
+        graph.keep(tape, pool)
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
         """See `DeviceAdapter.weak_outputs`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,7 +65,10 @@ class TapeMemory:
         segment, offset, reserved = self._arena.allocate(extent * dtype.itemsize)
         if segment == len(self._segments):
             self._open_segment()
-        block = (ctypes.c_char * reserved).from_address(self._addresses[segment] + offset)
+        block: Any = (ctypes.c_char * reserved).from_address(self._addresses[segment] + offset)
+        # ADDRESS: a tensor may outlive its graph and this object; its storage owns the block, and the block the
+        # segment.
+        block.segment = self._segments[segment]
         weakref.finalize(block, self._arena.release, segment, offset, reserved).atexit = False
         with torch.inference_mode(False):
             # The storage owns `block`, and the finalizer of `block` is what gives the memory back.

@@ -9,10 +9,10 @@ they do on CUDA, and are not recorded. All other tensors are the device's, and r
 from __future__ import annotations
 
 import enum
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -70,6 +70,10 @@ REFUSALS: Final[dict[str, tuple[str, str]]] = {
         "`{operator}` cannot be recorded: torch does not know the shape of its result without running it",
         "register one with `torch.library.register_fake`",
     ),
+    "tape-limit": (
+        "`{operator}` cannot be put on the CPU tape: {detail}",
+        "this is a limit of the tape, not of a device: capture this forward on a device, or without the operator",
+    ),
 }
 
 #: Operators that check values on the host, or copy through it, inside CUDA's implementation.
@@ -92,29 +96,57 @@ _READS: Final = frozenset(
         torch.Tensor.__format__,
     }
 )
+#: Makers of tensors that make host tensors where they are given no device.
 _FACTORIES: Final = frozenset(
     {
         torch.arange,
+        torch.bartlett_window,
+        torch.blackman_window,
+        torch.complex,
         torch.empty,
+        torch.empty_permuted,
         torch.empty_strided,
         torch.eye,
+        torch.fft.fftfreq,
+        torch.fft.rfftfreq,
+        torch.from_numpy,
+        torch.frombuffer,
         torch.full,
+        torch.hamming_window,
+        torch.hann_window,
+        torch.kaiser_window,
         torch.linspace,
         torch.logspace,
+        torch.normal,
         torch.ones,
         torch.rand,
         torch.randint,
         torch.randn,
         torch.randperm,
+        torch.range,
+        torch.scalar_tensor,
+        torch.tril_indices,
+        torch.triu_indices,
         torch.zeros,
     }
 )
 
 
-def refuse(code: str, operator: str) -> CaptureError:
+def refuse(code: str, operator: str, detail: str = "") -> CaptureError:
     """The error for an operator that a capture refuses."""
     message, hint = REFUSALS[code]
-    return CaptureError(message.format(operator=operator), code=code, hint=hint, operator=operator)
+    return CaptureError(message.format(operator=operator, detail=detail), code=code, hint=hint, operator=operator)
+
+
+def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[frozenset[str], Any]:
+    """The arguments that an operator writes, by the alias set that its schema names them with."""
+    if not func._schema.is_mutable:
+        return {}
+    return {
+        frozenset(argument.alias_info.before_set): args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
 
 
 class Placement(enum.Enum):
@@ -124,65 +156,57 @@ class Placement(enum.Enum):
     HOST = enum.auto()
     MIXED = enum.auto()
     """Device tensors, and host tensors without dimensions that stand for numbers."""
+    NOWHERE = enum.auto()
+    """The operator neither takes tensors nor makes any."""
 
 
 class HostMemory:
     """Which storages are host memory to the tape, and whether they are pinned.
 
-    Storages are told apart by address, and an address is given to another storage once its owner is gone. So an entry
-    lives exactly as long as something here owns it or hears of its end.
+    Storages are told apart by address. A weak reference keeps the address from being given to another storage, so that
+    an entry is right as long as it stands; entries of dead storages are dropped now and then.
     """
 
     def __init__(self) -> None:
-        self._pinned: dict[int, bool] = {}
-        self._owners: dict[int, torch.UntypedStorage | weakref.ref[torch.Tensor]] = {}
-        self.by_factory = False
-        """Whether the factory being called was given no device."""
+        self._entries: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._sweep_at = 64
 
-    def declare(self, tensor: torch.Tensor, *, pinned: bool) -> None:
-        """Declares `tensor`'s memory host memory for as long as the tensor lives."""
-        key = tensor.untyped_storage()._cdata
-
-        def forget(_: object) -> None:
-            del self._pinned[key], self._owners[key]
-
-        self._pinned[key] = pinned
-        self._owners[key] = weakref.ref(tensor, forget)
-
-    def adopt(self, tensor: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
-        """Declares `tensor`'s memory host memory and keeps the memory."""
+    def declare(self, tensor: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
+        """Declares `tensor`'s memory host memory for as long as the memory lives, and returns the tensor."""
         storage = tensor.untyped_storage()
-        self._pinned[storage._cdata] = pinned
-        self._owners[storage._cdata] = storage
+        self._entries[storage._cdata] = StorageWeakRef(storage), pinned
+        if len(self._entries) >= self._sweep_at:
+            for key, (reference, _) in list(self._entries.items()):
+                if reference.expired():
+                    self._entries.pop(key, None)
+            self._sweep_at = 2 * len(self._entries) + 64
         return tensor
 
-    def for_capture(self) -> HostMemory:
-        """What is declared now, kept alive: a capture must not mistake a new tensor for one that died meanwhile."""
-        kept = HostMemory()
-        for owner in list(self._owners.values()):
-            tensor = owner() if isinstance(owner, weakref.ref) else None
-            if tensor is not None:
-                kept.adopt(tensor, pinned=self.is_pinned(tensor))
-        return kept
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in host memory."""
-        return tensor.untyped_storage()._cdata in self._pinned
+        return tensor.untyped_storage()._cdata in self._entries
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in pinned host memory."""
-        return self._pinned.get(tensor.untyped_storage()._cdata, False)
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry[1]
 
-    def check(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Placement:
+    def check(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], factory: Factory) -> Placement:
         """Where the operator's tensors lie; raises `CaptureError` where a device would refuse them."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_host = [tensor for tensor in tensors if self.holds(tensor)]
         name = func._schema.name
-        if name == "aten::lift_fresh" or (not tensors and self.by_factory):
+        if name == "aten::lift_fresh" or factory.makes_host_tensor(func, tensors):
             return Placement.HOST
         if tensors and len(on_host) == len(tensors):
             return Placement.HOST
-        if kwargs.get("generator") is not None:
+        if not tensors and not any("Tensor" in str(returned.type) for returned in func._schema.returns):
+            return Placement.NOWHERE
+        generator = kwargs.get("generator")
+        if generator is not None and generator._cdata != torch.default_generator._cdata:  # type: ignore[attr-defined, unused-ignore]
             raise refuse("unregistered-generator", func.name())
         if name in _CHECKED_ON_THE_HOST:
             raise refuse(_CHECKED_ON_THE_HOST[name], func.name())
@@ -190,17 +214,15 @@ class HostMemory:
             self._check_index_write(func, args)
         if name == "aten::copy_" and on_host:
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-            if not (non_blocking and self.is_pinned(on_host[0])):
+            # A strided host tensor is gathered into pageable memory first.
+            if not (non_blocking and self.is_pinned(on_host[0]) and on_host[0].is_contiguous()):
                 raise refuse("host-copy", func.name())
             return Placement.DEVICE
-        if any(tensor.dim() for tensor in on_host):
+        written = tree_leaves(list(written_arguments(func, args, kwargs).values()))
+        if any(tensor.dim() or any(tensor is other for other in written) for tensor in on_host):
             is_index = name in _INDEX_WRITES or name == "aten::index"
             raise refuse("host-copy" if is_index else "device-mismatch", func.name())
         return Placement.MIXED if on_host else Placement.DEVICE
-
-    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator on host memory now; what it makes is host memory too."""
-        return tree_map_only(torch.Tensor, self.adopt, func(*args, **kwargs))
 
     def freeze_scalars(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replaces host tensors by copies: a device takes their value into the graph when it is captured."""
@@ -215,12 +237,30 @@ class HostMemory:
             raise refuse("data-dependent-shape", func.name())
 
 
+class Factory(enum.Enum):
+    """The maker of tensors that the model is calling, by what it was told of devices."""
+
+    NONE = enum.auto()
+    """None is being called, or one that makes device tensors."""
+    WITHOUT_DEVICE = enum.auto()
+    ON_HOST = enum.auto()
+    """The host was named."""
+
+    def makes_host_tensor(self, func: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an operator that is called meanwhile makes a host tensor."""
+        if self is Factory.WITHOUT_DEVICE:
+            return not tensors
+        return self is Factory.ON_HOST and any(argument.name == "device" for argument in func._schema.arguments)
+
+
 class HostReads(TorchFunctionMode):
-    """Catches what never reaches the dispatcher: reads of memory, literals, factories without a device."""
+    """Catches what never reaches the dispatcher: reads of memory, literals, and where factories make their tensors."""
 
     def __init__(self, host: HostMemory) -> None:
         super().__init__()
         self._host = host
+        self.factory = Factory.NONE
+        """What is being called."""
         # Inside `torch.device(...)` or after `torch.set_default_device`, a factory without a device makes device
         # tensors.
         self._default_is_device = any(
@@ -240,13 +280,16 @@ class HostReads(TorchFunctionMode):
             return special(self._host, func, args, kwargs)
         if func in _READS and not self._host.holds(args[0]):
             raise refuse("host-read", func.__name__)
-        if func in _FACTORIES and kwargs.get("device") is None and not self._default_is_device:
-            self._host.by_factory = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._host.by_factory = False
-        return func(*args, **kwargs)
+        factory = Factory.NONE
+        if _names_host(kwargs.get("device")):
+            factory = Factory.ON_HOST
+        elif func in _FACTORIES and kwargs.get("device") is None and not self._default_is_device:
+            factory = Factory.WITHOUT_DEVICE
+        previous, self.factory = self.factory, factory
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.factory = previous
 
 
 def _names_host(device: object) -> bool:
@@ -264,25 +307,37 @@ def _literal(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _transfer(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if func is torch.Tensor.cpu:
-        target: Any = "cpu"
-    elif func is torch.Tensor.cuda:
-        target = torch.device("cpu")
+    """`to`, `cpu` and `cuda`: between host and device they are a copy, which has to be asked not to wait."""
+    tensor, *rest = args
+    dtype: torch.dtype | None = None
+    layout: torch.memory_format | None
+    if func is torch.Tensor.to:
+        named = kwargs.get("device", rest[0] if rest else None)
+        other = kwargs.get("other", named)
+        if isinstance(other, torch.Tensor):
+            to_host = host.holds(other)
+        elif isinstance(named, (str, torch.device)):
+            to_host = _names_host(named)
+        else:
+            return func(*args, **kwargs)  # another type on the same device
+        if len(rest) > 1 and isinstance(rest[-1], bool) and isinstance(rest[-2], bool):
+            rest.pop()  # `copy`, which makes no difference: there is a copy
+        named_rest = {key: value for key, value in kwargs.items() if key != "copy"}
+        _, dtype, non_blocking, layout = torch._C._nn._parse_to(*rest, **named_rest)
     else:
-        target = kwargs.get("device", args[1] if len(args) > 1 and isinstance(args[1], (str, torch.device)) else None)
-        if target is None:
-            return func(*args, **kwargs)
-    if host.holds(tensor) == _names_host(target):
+        to_host = func is torch.Tensor.cpu
+        non_blocking = not to_host and kwargs.get("non_blocking", rest[1] if len(rest) > 1 else False)
+        layout = kwargs.get("memory_format")
+    if host.holds(tensor) == to_host:
         return func(*args, **kwargs)
-    # The layout of `to(device, dtype, non_blocking)` and `to(dtype, ...)` is left to torch: only the flag matters here.
-    non_blocking = kwargs.get("non_blocking", any(argument is True for argument in args[1:]))
-    to_host = _names_host(target)
     if not non_blocking or not (to_host or host.is_pinned(tensor)):
-        raise refuse("host-copy" if func is not torch.Tensor.cpu else "host-read", func.__name__)
-    result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("cpu"))
+        raise refuse("host-read" if func is torch.Tensor.cpu else "host-copy", func.__name__)
+    form = torch.empty_like(tensor, device="meta", dtype=dtype, memory_format=layout or torch.preserve_format)
     if to_host:
-        host.adopt(result, pinned=True)  # torch makes the target of such a copy pinned
+        # Torch makes the target of such a copy pinned.
+        result = host.declare(torch.empty_strided(form.shape, form.stride(), dtype=form.dtype), pinned=True)
+    else:
+        result = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=torch.device("cpu"))
     return result.copy_(tensor, non_blocking=True)
 
 
