@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +129,74 @@ def test_rows_that_cannot_be_told_are_an_error_that_output_axes_resolves() -> No
 
 
 # What is decided.
+
+
+class Rounded(ToyEngine):
+    """Gives rows for a multiple of four requests, as a kernel with tiles would."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits = super().forward(batch)
+        return torch.nn.functional.pad(logits, (0, 0, 0, -logits.shape[0] % 4))
+
+
+def test_rows_have_to_follow_every_size_in_one_way_unless_output_axes_tells() -> None:
+    engine = Rounded(max_bs=8)
+    with runner_for(engine, bs=[4, 5, 8]) as runner:
+        with pytest.raises(dg.CaptureError, match="sizes 5, 4 and 8 have no rule in common") as caught:
+            runner.capture()
+        assert caught.value.code == "output-rows"
+    with captured(engine, bs=[4, 5, 8], output_axes=[dg.RowAxis(0)]) as runner:
+        assert runner.run(engine.batch([3] * 5)).shape == (5, 32)
+
+
+@pytest.mark.parametrize("axes", [[], [dg.RowAxis(2)], [dg.RowAxis(0, 2)], [dg.RowAxis(0), None]])
+def test_output_axes_that_the_output_has_no_place_for_are_refused_at_capture(axes: list[Any]) -> None:
+    with runner_for(ToyEngine(), output_axes=axes) as runner:
+        with pytest.raises(dg.CaptureError) as caught:
+            runner.capture()
+        assert caught.value.code == "output-rows"
+        assert not runner.graphs
+
+
+class Multiples(ToyEngine):
+    """Runs at multiples of `step` only."""
+
+    step = 4
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if batch.batch_size % self.step:
+            raise ValueError(f"{batch.batch_size} requests")
+        return super().forward(batch)
+
+
+def test_a_single_bucket_is_compared_with_a_smaller_run_that_the_forward_allows() -> None:
+    engine = Multiples(max_bs=8)
+    with captured(engine, bs=[8]) as runner:
+        assert runner.run(engine.batch([3] * 5)).shape == (5, 32)
+    engine.step = 8
+    said = "only size 8 is captured, and the forward fails at 4: 4 requests"
+    with runner_for(engine, bs=[8]) as runner, pytest.raises(dg.CaptureError, match=said):
+        runner.capture()
+    with captured(engine, bs=[8], output_axes=[dg.RowAxis(0)]) as runner:
+        assert runner.run(engine.batch([3] * 5)).shape == (5, 32)
+
+
+def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
+    engine = ToyEngine(max_bs=8)
+    for first in ((), (8, 4)):
+        with runner_for(engine, bs=[2, 4, 8]) as runner, runner.backend.capture_session():
+            for size in first:
+                runner.capture_one_shape(size)
+            assert runner.capture_one_shape(2).shape == (2, 32)
+            batch = engine.batch([5])
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
+def test_a_shape_that_is_no_bucket_or_of_a_disabled_phase_is_refused() -> None:
+    for options, said in (({"bs": [2, 4]}, "3 is not one of the buckets: 2, 4"), ({"backend": "disabled"}, "disabled")):
+        with runner_for(ToyEngine(), **options) as runner, pytest.raises(dg.CaptureError, match=said) as caught:
+            runner.capture_one_shape(3)
+        assert caught.value.code == "bucket-unknown"
 
 
 def test_every_decision_has_its_code() -> None:
@@ -305,6 +374,54 @@ def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
     assert batch.out_cache_loc.tolist() == [0] * 4
 
 
+def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
+    ranks = Ranks([0], bs=[1, 4])
+    (runner,) = ranks.runners
+    runner.capture()
+    for batch in ({}, {"batch_size": 0, "input_ids": torch.zeros(0, dtype=torch.int64)}):
+        ranks.answer = None
+        ranks.proposals.clear()
+        assert runner.can_run(batch).code == "idle"
+        assert ranks.proposals == [dg.Proposal(True, 0)]
+        ranks.answer = dg.Proposal(True, 3)
+        assert runner.can_run(batch).key == dg.ShapeKey(4)
+        assert runner.run(batch).shape == (0, 32)
+    engine = Variants(max_bs=4)
+    engine.vote = ranks.vote
+    with captured(engine, bs=[4]) as runner:
+        ranks.proposals.clear()
+        ranks.answer = dg.Proposal(False, 3)
+        batch = engine.batch([])
+        batch.extras["variant"] = "unheard-of"
+        assert runner.can_run(batch).code == "variant-unknown"
+        assert ranks.proposals == [dg.Proposal(False, 0)]
+
+
+def test_ranks_stop_together_when_one_of_them_fails_at_a_bucket() -> None:
+    proposals = []
+
+    def vote(proposal: dg.Proposal) -> dg.Proposal:
+        proposals.append(proposal)
+        others = dg.Proposal(proposal.size != 2, proposal.size, failed=proposal.size == 2)
+        return dg.agree([proposal, others])
+
+    engine = ToyEngine(max_bs=4)
+    engine.vote = vote
+    with runner_for(engine, bs=[1, 2, 4]) as runner:
+        with pytest.raises(dg.CaptureError, match="capturing bucket 2 failed on another rank") as caught:
+            runner.capture()
+        assert caught.value.code == "other-rank-failed"
+        assert [proposal.size for proposal in proposals] == [4, 2]
+        assert not runner.graphs
+    failing = FailsAt(2, ValueError("here"))
+    failing.vote = lambda proposal: proposals.append(proposal) or proposal
+    proposals.clear()
+    with runner_for(failing, bs=[1, 2, 4]) as runner:
+        with pytest.raises(dg.CaptureError, match="bucket 2"):
+            runner.capture()
+        assert proposals == [dg.Proposal(True, 4), dg.Proposal(False, 2, failed=True)]
+
+
 def test_a_vote_is_cast_once_in_a_step_and_once_for_each_captured_bucket() -> None:
     ranks = Ranks([2], bs=[1, 4])
     (runner,), (engine,) = ranks.runners, ranks.engines
@@ -379,7 +496,7 @@ class Recorded(ToyEngine):
 
 def test_a_capture_warms_up_twice_with_barrier_and_hook_and_runs_the_body_once() -> None:
     engine = Recorded(max_bs=4)
-    with runner_for(engine, bs=[4]) as runner:
+    with runner_for(engine, bs=[4], output_axes=[dg.RowAxis(0)]) as runner:
         runner.buffer_registry.slot_names
         engine.log.clear()
         key = dg.ShapeKey(4)
@@ -488,6 +605,22 @@ def test_variants_of_a_bucket_are_graphs_of_their_own() -> None:
         assert runner.can_run(batch).code == "variant-unknown"
 
 
+@pytest.mark.parametrize("variants", ["lora", [1], 5, [None, b"x"]])
+def test_variants_that_are_no_sequence_of_labels_are_refused(variants: Any) -> None:
+    engine = ToyEngine()
+    engine.variants = variants
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(engine)
+    assert caught.value.code == "variants-invalid"
+
+
+def test_a_variant_that_is_named_twice_is_captured_once() -> None:
+    engine = Variants(max_bs=2)
+    engine.variants = ["lora", None, "lora"]
+    with runner_for(engine, bs=[2]) as runner:
+        assert [bucket.key.variant_label for bucket in runner.capture().captured] == ["lora", None]
+
+
 def test_a_variant_hook_without_variants_is_refused() -> None:
     class Wrong(ToyEngine):
         def variant(self, batch: Any) -> str | None:
@@ -590,6 +723,38 @@ def test_a_bucket_that_runs_out_of_memory_is_dropped_and_the_others_serve() -> N
         assert not runner.graphs
 
 
+def test_the_batches_of_a_dropped_bucket_go_to_the_next_larger_graph_where_they_may_be_padded() -> None:
+    engine = ToyEngine(max_bs=8)
+    with captured(engine, bs=[2, 4, 8]) as runner:
+        runner.drop_graph(dg.ShapeKey(4))
+        batch = engine.batch([3, 5, 4])
+        assert runner.can_run(batch).key == dg.ShapeKey(8)
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+        runner.drop_graph(dg.ShapeKey(8))
+        assert runner.can_run(batch).code == "bucket-dropped"
+    with captured(engine, bs=[2, 4, 8], padding=False) as runner:
+        runner.drop_graph(dg.ShapeKey(4))
+        assert runner.can_run(engine.batch([3] * 4)).code == "bucket-dropped"
+
+
+def test_closing_the_runner_in_the_middle_of_a_capture_ends_it() -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = runner_for(engine, progress=lambda event: runner.close())
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.capture()
+    assert caught.value.code == "closed"
+    assert not runner.graphs
+    assert not runner.backend.captured
+
+
+def test_a_capture_that_left_nothing_is_not_called_no_capture() -> None:
+    engine = FailsAt(4, torch.OutOfMemoryError("out of memory"))
+    with runner_for(engine, bs=[4]) as runner:
+        assert runner.can_run(engine.batch([3])).code == "not-captured"
+        assert len(runner.capture().dropped) == 1
+        assert runner.can_run(engine.batch([3])).code == "nothing-captured"
+
+
 def test_an_interrupt_in_a_capture_passes_through_and_leaves_no_graph() -> None:
     class Interrupted(ToyEngine):
         def forward(self, batch: Any) -> Any:
@@ -648,6 +813,10 @@ def test_replay_of_a_batch_above_the_largest_bucket_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "code"),
     [
+        ({"backend": "full", "bs": [1], "graph_pool": 5}, "wrong-type"),
+        ({"registry": {}}, "wrong-type"),
+        ({"output_axes": [0]}, "wrong-type"),
+        ({"num_tokens_per_bs": 9}, "limit-invalid"),
         ({"order": "sideways"}, "choice-unknown"),
         ({"on_error": "ignore"}, "choice-unknown"),
         ({"mode": "prefill"}, "choice-unknown"),
@@ -659,6 +828,68 @@ def test_an_argument_that_is_none_of_its_choices_is_refused(options: dict[str, A
     with pytest.raises(dg.ConfigError) as caught:
         runner_for(ToyEngine(), **options)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"config": {"decode": {"backend": "full"}}},
+            "config: {'decode': {'backend': 'full'}} is no `CudaGraphConfig`",
+        ),
+        ({"config": None}, "config: None is no `CudaGraphConfig`"),
+        ({"backend": "full"}, "backend: 'full' is no `BaseCudaGraphBackend`"),
+    ],
+)
+def test_an_argument_of_another_class_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(dg.ConfigError) as caught:
+        dg.DecodeCudaGraphRunner(ToyEngine(), **{"config": dg.CudaGraphConfig(), **options})
+    assert (caught.value.code, caught.value.message) == ("wrong-type", said)
+
+
+@pytest.mark.parametrize("missing", ["device", "limits", "forward"])
+def test_an_engine_that_lacks_what_is_needed_is_refused_by_name(missing: str) -> None:
+    members = {"device": "cpu", "limits": dg.Limits(4, 4), "forward": lambda batch: batch.input_ids}
+    del members[missing]
+    with pytest.raises(dg.ConfigError, match=f"has no `{missing}`") as caught:
+        runner_for(SimpleNamespace(**members))
+    assert caught.value.code == "engine-incomplete"
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "4", None, 2**20 + 1, 10**400])
+def test_a_limit_that_is_no_size_is_refused(value: Any) -> None:
+    with pytest.raises(dg.ConfigError, match=r"limits\.max_bs: .* is not an integer from 1 to 1048576") as caught:
+        dg.Limits(max_bs=value, max_num_tokens=4)
+    assert caught.value.code == "limit-invalid"
+
+
+def test_sizes_may_be_the_integers_of_other_libraries() -> None:
+    engine = ToyEngine(max_bs=4)
+    engine.limits = dg.Limits(torch.tensor(4), torch.tensor(4))
+    assert engine.limits == dg.Limits(4, 4)
+    batch = engine.batch([3, 5])
+    want = eager(engine, batch)
+    batch.batch_size = torch.tensor(2)
+    with captured(engine) as runner:
+        assert torch.equal(runner.run(batch), want)
+
+
+def test_a_batch_whose_size_is_not_known_is_refused() -> None:
+    with captured(ToyEngine()) as runner:
+        for batch in ({"batch_size": 1}, SimpleNamespace(), None):
+            with pytest.raises(dg.ReplayError) as caught:
+                runner.run(batch)
+            assert caught.value.code == "sizes-unknown"
+
+
+def test_batches_may_be_mappings() -> None:
+    engine = ToyEngine(max_bs=4)
+    forward = engine.forward
+    engine.forward = lambda batch: forward(SimpleNamespace(**batch) if isinstance(batch, dict) else batch)
+    batch = engine.batch([3, 5])
+    want = eager(engine, batch)
+    with captured(engine) as runner:
+        assert torch.equal(runner.run(vars(batch)), want)
 
 
 def test_a_registry_that_is_too_small_for_the_largest_bucket_is_refused() -> None:

@@ -191,7 +191,8 @@ def test_a_model_without_attention_is_refused_by_name(tmp_path: Path, tiny_check
 
 def test_other_bad_options_are_refused_with_a_way_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = ("--model", str(tiny_checkpoint))
-    assert refused("--device", "meta", *model).code == "unknown-device"
+    for device in ("meta", "warp-drive", "cuda:x", ""):
+        assert refused(f"--device={device}", *model).code == "unknown-device"
     if not torch.cuda.is_available():
         assert refused("--device", "cuda", *model).code == "device-not-available"
     assert refused("--device", "cpu", *model, "--max-new-tokens", "500").code == "prompt-too-long"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -85,6 +85,13 @@ def test_a_device_without_an_adapter_names_those_that_there_are() -> None:
         dg.get_device_adapter("meta")
     assert caught.value.code == "unknown-device"
     assert "cpu, cuda" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("device", ["warp-drive", "", "cuda:x", None, 1.5])
+def test_what_torch_takes_for_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(dg.BackendError, match="is no device of this torch") as caught:
+        dg.get_device_adapter(device)
+    assert caught.value.code == "unknown-device"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

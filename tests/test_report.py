@@ -84,8 +84,18 @@ def errors() -> dict[str, BaseException]:
             return super().forward(batch).sum().item()
 
     class Fails(ToyEngine):
+        error: Exception = torch.OutOfMemoryError("no room for 2 GiB")
+
         def forward(self, batch: object) -> object:
-            raise torch.OutOfMemoryError("no room for 2 GiB")
+            raise self.error
+
+    class Hides(ToyEngine):
+        def forward(self, batch: object) -> object:
+            return {super().forward(batch)}
+
+    failing, alone = Fails(max_bs=4), ToyEngine(max_bs=4)
+    failing.error = KeyError("weights")
+    alone.vote = lambda proposal: dg.Proposal(False, proposal.size, failed=True)
 
     closed = dg.DecodeCudaGraphRunner(engine, config=small)
     closed.close()
@@ -100,6 +110,13 @@ def errors() -> dict[str, BaseException]:
         "above-largest": lambda: captured.replay(batch),
         "host-read": lambda: dg.DecodeCudaGraphRunner(Reads(max_bs=4), config=small).capture(),
         "out-of-memory": lambda: dg.DecodeCudaGraphRunner(Fails(max_bs=4), config=small, on_error="raise").capture(),
+        "forward-failed": lambda: dg.DecodeCudaGraphRunner(failing, config=small).capture(),
+        "output-unknown": lambda: dg.DecodeCudaGraphRunner(Hides(max_bs=4), config=small).capture(),
+        "other-rank-failed": lambda: dg.DecodeCudaGraphRunner(alone, config=small).capture(),
+        "bucket-unknown": lambda: captured.capture_one_shape(3),
+        "sizes-unknown": lambda: captured.run({"batch_size": 1}),
+        "engine-incomplete": lambda: dg.DecodeCudaGraphRunner(object(), config=small),
+        "wrong-type": lambda: dg.DecodeCudaGraphRunner(engine, config={}),
         "choice-unknown": lambda: dg.DecodeCudaGraphRunner(engine, config=small, order="up"),
         "limit-invalid": lambda: dg.Limits(max_bs=0, max_num_tokens=1),
         "unknown-device": lambda: dg.get_device_adapter("meta"),
@@ -137,9 +154,33 @@ decode: capturing bucket 2 failed: OutOfMemoryError: no room for 2 GiB [out-of-m
 
 hint: capture fewer or smaller buckets (`max_bs`, `bs`), or leave the graphs more memory
 ---
+decode: capturing bucket 2 failed: KeyError: 'weights' [forward-failed]
+
+hint: the error above is the engine's, from its forward or a hook; there is no graph for this key
+---
+decode: capturing bucket 2 failed: the output has tensors in a `set` [output-unknown]
+
+hint: return them in a tuple, list, dict, named tuple, dataclass or SimpleNamespace
+---
+decode: capturing bucket 2 failed on another rank [other-rank-failed]
+
+hint: its error is in the log of that rank; no rank has graphs now
+---
+decode: 3 is not one of the buckets: 2 [bucket-unknown]
+---
+the size of a `dict` without `batch_size` and `input_ids` is not known [sizes-unknown]
+
+hint: set both, or give the engine a hook `sizes(batch) -> (requests, tokens)`
+---
+the engine (`object`) has no `device` that could be used [engine-incomplete]
+
+hint: it needs `device`, `limits` (a `Limits`) and `forward(batch)`; see `ModelRunner`
+---
+config: {} is no `CudaGraphConfig` [wrong-type]
+---
 order: 'up' is not one of descending, ascending [choice-unknown]
 ---
-limits.max_bs: 0 is not an integer of at least 1 [limit-invalid]
+limits.max_bs: 0 is not an integer from 1 to 1048576 [limit-invalid]
 ---
 no adapter for device `meta` [unknown-device]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, cast
 
-from devicegraph.errors import ConfigError
+from devicegraph.batches import read_fields
+from devicegraph.errors import ConfigError, ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,13 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "ModelRunner", "StaticBatch"]
 
 
+#: The largest size of anything, as in the configuration.
+LARGEST_SIZE: Final = 1 << 20
+
+
 @dataclass(frozen=True)
 class Limits:
-    """The most an engine ever puts into one step.
+    """The most an engine ever puts into one step, up to 1048576 of each.
 
     Attributes:
         max_bs: requests.
         max_num_tokens: tokens, over all requests.
+
+    Raises:
+        ConfigError: `limit-invalid`.
     """
 
     max_bs: int
@@ -33,13 +43,22 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_bs", "max_num_tokens"):
-            check_count(f"limits.{name}", getattr(self, name))
+            object.__setattr__(self, name, as_count(f"limits.{name}", getattr(self, name)))
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuses what is no integer of at least 1; `True` is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: {value!r} is not an integer of at least 1", code="limit-invalid")
+def as_count(name: str, value: object) -> int:
+    """An integer from 1 to `LARGEST_SIZE`, or what stands for one by `__index__`; no boolean.
+
+    Raises:
+        ConfigError: `limit-invalid`.
+    """
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        count = 0
+    if not 1 <= count <= LARGEST_SIZE:
+        raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {LARGEST_SIZE}", code="limit-invalid")
+    return count
 
 
 class StaticBatch(SimpleNamespace):
@@ -62,8 +81,13 @@ class ModelRunner(Protocol):
     `prepare_metadata` -> `upgrade_metadata` -> [`prepare_in_graph` -> `forward`], the bracket being what is captured.
     """
 
-    device: torch.device
-    limits: Limits
+    @property
+    def device(self) -> torch.device | str:
+        """The device that the forward runs on."""
+
+    @property
+    def limits(self) -> Limits:
+        """The most that a step can hold."""
 
     def forward(self, batch: Any) -> Any:
         """The forward pass on a batch. Under a graph it is captured: its Python runs at capture only."""
@@ -73,7 +97,8 @@ class Hooks:
     """An engine's hooks, looked up once; those that it lacks do what is said here.
 
     Attributes:
-        sizes: `sizes(batch) -> (requests, tokens)`; by default `batch.batch_size` and the rows of `batch.input_ids`.
+        sizes: `sizes(batch) -> (requests, tokens)`; by default the batch's `batch_size` and the rows of its
+            `input_ids`, and nothing for an empty mapping.
         make_batch: `make_batch(views, key) -> batch`, the static batch from the padded views of the slots by name; by
             default a `StaticBatch`. A slot that it leaves out, or sets to None, is not exposed to the graph.
         pre_replay: `pre_replay(batch)`, once a step and before anything is written, graph or eager; waits that the
@@ -83,13 +108,25 @@ class Hooks:
         prepare_in_graph: `prepare_in_graph(batch, key)`, recorded at the head of the capture.
         after_warmup: `after_warmup()`, after each warm-up run and never inside a capture.
         variant: `variant(batch) -> label`, which of `variants` a batch needs.
-        variants: the labels to capture every bucket for; `(None,)` by default.
+        variants: the labels to capture every bucket for, strings or None; `(None,)` by default.
         barrier: `barrier()`, aligns the tensor-parallel ranks before each warm-up.
         vote: `vote(proposal) -> proposal`, makes the data-parallel ranks agree; None where there is nobody to ask.
         rank: 0 shows progress.
     """
 
     def __init__(self, engine: Any) -> None:
+        for name, is_right in (
+            ("device", lambda value: value is not None),
+            ("limits", lambda value: isinstance(value, Limits)),
+            ("forward", callable),
+        ):
+            if not is_right(getattr(engine, name, None)):
+                raise ConfigError(
+                    f"the engine (`{type(engine).__name__}`) has no `{name}` that could be used",
+                    code="engine-incomplete",
+                    hint="it needs `device`, `limits` (a `Limits`) and `forward(batch)`; see `ModelRunner`",
+                )
+
         def find(name: str, default: Any) -> Any:
             return getattr(engine, name, None) or default
 
@@ -101,7 +138,7 @@ class Hooks:
         self.prepare_in_graph: Callable[[Any, ShapeKey | None], None] | None = find("prepare_in_graph", None)
         self.after_warmup: Callable[[], None] | None = find("after_warmup", None)
         self.variant: Callable[[Any], str | None] | None = find("variant", None)
-        self.variants: Sequence[str | None] = tuple(find("variants", (None,)))
+        self.variants: Sequence[str | None] = _labels(find("variants", (None,)))
         self.barrier: Callable[[], None] | None = find("barrier", None)
         self.vote: Callable[[Proposal], Proposal] | None = find("vote", None)
         self.rank: int = getattr(engine, "rank", 0)
@@ -113,8 +150,27 @@ class Hooks:
             )
 
 
+def _labels(variants: object) -> tuple[str | None, ...]:
+    """Each label once, in the engine's order."""
+    given = () if isinstance(variants, str) or not isinstance(variants, Iterable) else tuple(variants)
+    if not given or any(not (label is None or isinstance(label, str)) for label in given):
+        raise ConfigError(
+            f"the engine's `variants`: {variants!r} is no sequence of strings or None", code="variants-invalid"
+        )
+    return tuple(dict.fromkeys(given))
+
+
 def _default_sizes(batch: Any) -> tuple[int, int]:
-    return batch.batch_size, batch.input_ids.shape[0]
+    batch_size, input_ids = read_fields(batch, ("batch_size", "input_ids"))
+    if batch_size is not None and input_ids is not None:
+        return batch_size, input_ids.shape[0]
+    if isinstance(batch, Mapping) and not batch:
+        return 0, 0
+    raise ReplayError(
+        f"the size of a `{type(batch).__name__}` without `batch_size` and `input_ids` is not known",
+        code="sizes-unknown",
+        hint="set both, or give the engine a hook `sizes(batch) -> (requests, tokens)`",
+    )
 
 
 def _default_make_batch(views: dict[str, torch.Tensor], key: ShapeKey) -> StaticBatch:

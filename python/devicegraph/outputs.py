@@ -1,13 +1,18 @@
 """Outputs of a forward: walking them, finding the axis of the rows, cutting padded rows off.
 
-An output is a tensor, or tensors in tuples, named tuples, lists, dictionaries and dataclasses, nested as one likes;
-everything else in it passes through untouched.
+An output is a tensor, or tensors in tuples, named tuples, lists, dictionaries, dataclasses and simple namespaces, and
+in subclasses of these, nested as one likes. Parts without tensors pass through untouched; tensors in anything else are
+refused, since their rows would be left as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,26 +26,80 @@ __all__ = ["RowAxis"]
 
 
 def map_tensors(output: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure in new containers, with `function` applied to each tensor, in a fixed order."""
+    """The same structure in new containers, with `function` applied to each tensor, in a fixed order.
+
+    Raises:
+        CaptureError: `output-unknown`: a tensor in an object of another kind.
+    """
+    return _map(output, function)[1]
+
+
+def _map(output: Any, function: Callable[[torch.Tensor], Any]) -> tuple[bool, Any]:
+    """Whether there is a tensor in it, and what became of it."""
     if isinstance(output, torch.Tensor):
-        return function(output)
-    if isinstance(output, tuple):
-        items = [map_tensors(item, function) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
-    if isinstance(output, list):
-        return [map_tensors(item, function) for item in output]
+        return True, function(output)
+    mapped = {key: _map(part, function) for key, part in _parts(output).items()}
+    if not any(holds for holds, _ in mapped.values()):
+        return False, output
+    return True, _rebuilt(output, {key: part for key, (_, part) in mapped.items()})
+
+
+def _parts(output: Any) -> dict[Any, Any]:
+    """What a container holds, by position, key or name; nothing for what is none."""
+    if isinstance(output, (tuple, list)):
+        return dict(enumerate(output))
     if isinstance(output, dict):
-        mapped = copy.copy(output)  # keeps the class, and the factory of a defaultdict
-        mapped.update((key, map_tensors(value, function)) for key, value in output.items())
-        return mapped
+        return dict(output.items())
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        # Not `dataclasses.replace`: it runs `__init__`, and refuses fields that it does not take.
-        replaced = copy.copy(output)
-        for field in dataclasses.fields(output):
-            if hasattr(output, field.name):
-                object.__setattr__(replaced, field.name, map_tensors(getattr(output, field.name), function))
-        return replaced
-    return output
+        names = [field.name for field in dataclasses.fields(output)]
+        return {name: getattr(output, name) for name in names if hasattr(output, name)}
+    if isinstance(output, SimpleNamespace):
+        return dict(vars(output))
+    if _hides_tensors(output):
+        raise CaptureError(
+            f"the output has tensors in a `{type(output).__qualname__}`",
+            code="output-unknown",
+            hint="return them in a tuple, list, dict, named tuple, dataclass or SimpleNamespace",
+        )
+    return {}
+
+
+def _rebuilt(output: Any, parts: dict[Any, Any]) -> Any:
+    """A container like `output` with these parts. Constructors are not called: they may check, convert, or refuse."""
+    if isinstance(output, tuple):
+        if hasattr(output, "n_sequence_fields"):  # what torch's operators with several results return
+            return type(output)(parts.values())
+        rebuilt = tuple.__new__(type(output), parts.values())
+        if hasattr(output, "__dict__"):
+            rebuilt.__dict__.update(output.__dict__)
+        return rebuilt
+    copied: Any = copy.copy(output)
+    for key, part in parts.items():
+        if isinstance(output, (list, dict)):
+            copied[key] = part
+        else:
+            object.__setattr__(copied, key, part)
+    return copied
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether an object that is no known container holds tensors, as an item or an attribute, or in one of those.
+
+    Modules do not count: what they hold is parameters, and no result.
+    """
+    if isinstance(value, (type, torch.nn.Module)):
+        return False
+    held = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        held += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+    if isinstance(value, (AbstractSet, deque)):
+        held += value
+    elif isinstance(value, Mapping):
+        held += value.values()
+    held += [item for part in held if isinstance(part, (list, tuple)) for item in part]
+    held += [item for part in held if isinstance(part, dict) for item in part.values()]
+    return any(isinstance(part, torch.Tensor) for part in held)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -77,6 +136,21 @@ def shapes_of(output: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors_of(output)]
 
 
+def check_row_axes(axes: Sequence[RowAxis | None], shapes: Sequence[tuple[int, ...]], size: int) -> None:
+    """Checks that the tensors of an output at one size have the rows that `axes` speaks of.
+
+    Raises:
+        CaptureError: `output-rows`.
+    """
+    if len(axes) != len(shapes):
+        raise unclear_rows(f"it has {len(shapes)} tensors at size {size}, and there are {len(axes)} row axes")
+    for position, (axis, shape) in enumerate(zip(axes, shapes, strict=True)):
+        if axis is None:
+            continue
+        if not -len(shape) <= axis.axis < len(shape) or axis.rows(size) > shape[axis.axis]:
+            raise unclear_rows(f"tensor {position} is {list(shape)} at size {size}, which has no place for {axis}")
+
+
 def infer_row_axes(
     first: Sequence[tuple[int, ...]], first_size: int, second: Sequence[tuple[int, ...]], second_size: int
 ) -> tuple[RowAxis | None, ...]:
@@ -88,7 +162,7 @@ def infer_row_axes(
             than one axis or by no whole number of rows: then `output_axes` has to tell.
     """
     if len(first) != len(second):
-        raise _unclear(f"it has {len(first)} tensors at size {first_size} and {len(second)} at size {second_size}")
+        raise unclear_rows(f"it has {len(first)} tensors at size {first_size} and {len(second)} at size {second_size}")
     return tuple(
         _infer_row_axis(position, a, first_size, b, second_size)
         for position, (a, b) in enumerate(zip(first, second, strict=True))
@@ -100,7 +174,7 @@ def _infer_row_axis(
 ) -> RowAxis | None:
     shapes = f"tensor {position} is {list(first)} at size {first_size} and {list(second)} at {second_size}"
     if len(first) != len(second):
-        raise _unclear(shapes)
+        raise unclear_rows(shapes)
     differing = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
     if not differing:
         return None
@@ -108,11 +182,12 @@ def _infer_row_axis(
     scale, rest = divmod(first[axis] - second[axis], first_size - second_size)
     offset = first[axis] - scale * first_size
     if len(differing) > 1 or rest or scale < 1 or offset < 0:
-        raise _unclear(shapes)
+        raise unclear_rows(shapes)
     return RowAxis(axis, scale, offset)
 
 
-def _unclear(what: str) -> CaptureError:
+def unclear_rows(what: str) -> CaptureError:
+    """The error for an output whose rows cannot be told."""
     return CaptureError(
         f"the rows of the output cannot be told: {what}",
         code="output-rows",

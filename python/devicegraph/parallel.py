@@ -19,10 +19,12 @@ class Proposal:
         graph: in a step, whether this rank could replay a graph; after a captured bucket, whether it has the graph.
         size: in a step, the live size on this rank in units of the bucket (requests in decode, tokens in prefill), 0
             when it is idle; after a captured bucket, the bucket.
+        failed: after a bucket, whether this rank gives up with an error; as a result, whether any does.
     """
 
     graph: bool
     size: int
+    failed: bool = False
 
 
 def agree(proposals: Iterable[Proposal]) -> Proposal:
@@ -32,4 +34,8 @@ def agree(proposals: Iterable[Proposal]) -> Proposal:
     proposals, in any order. The size is the maximum and not the sum, for a bucket is chosen on each rank by itself.
     """
     gathered = list(proposals)
-    return Proposal(all(p.graph for p in gathered), max((p.size for p in gathered), default=0))
+    return Proposal(
+        graph=all(p.graph for p in gathered),
+        size=max((p.size for p in gathered), default=0),
+        failed=any(p.failed for p in gathered),
+    )

@@ -186,7 +186,7 @@ class BaseCudaGraphBackend(ABC):
 
 _HINTS: Final = {
     "out-of-memory": "capture fewer or smaller buckets (`max_bs`, `bs`), or leave the graphs more memory",
-    "forward-failed": "the error above is the forward's own; `devicegraph` left no graph for this key",
+    "forward-failed": "the error above is the engine's, from its forward or a hook; there is no graph for this key",
 }
 
 

@@ -56,13 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from devicegraph.demo.serve import DemoOptions, run_demo
 
+    device = arguments.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     config = CudaGraphConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.decode is not None:
         config = config.with_phase("decode", backend=arguments.decode)
     options = DemoOptions(
         prompts=_read_prompts(arguments.prompts) if arguments.prompts is not None else PROMPTS,
         config=config,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         model=arguments.model,
         max_new_tokens=arguments.max_new_tokens,
         max_requests=arguments.max_requests,

@@ -115,8 +115,9 @@ def run_demo(options: DemoOptions) -> DemoResult:
             code="prompt-too-long",
             hint="shorten the prompts, or lower `--max-new-tokens`",
         )
+    max_requests = min(options.max_requests, len(requests))
     with torch.inference_mode():
-        engine = LlamaEngine(checkpoint.model, adapter.device, max_requests=options.max_requests, max_length=max_length)
+        engine = LlamaEngine(checkpoint.model, adapter.device, max_requests=max_requests, max_length=max_length)
         with DecodeCudaGraphRunner(engine, config=options.config) as runner:
             result = DemoResult(
                 checkpoint.name, str(adapter.device), options.config, runner.capture(), runner.metrics()
@@ -124,7 +125,7 @@ def run_demo(options: DemoOptions) -> DemoResult:
             _Server(engine, runner, result).serve(
                 Scheduler(
                     requests,
-                    max_requests=options.max_requests,
+                    max_requests=max_requests,
                     max_new_tokens=options.max_new_tokens,
                     max_length=max_length,
                     eos_token_ids=_eos_token_ids(checkpoint),

@@ -210,7 +210,14 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
         BackendError: `unknown-device` for a type without an adapter, `device-not-available` for one that cannot be used
             here, with the reason and what to install or set.
     """
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BackendError(
+            f"{device!r} is no device of this torch",
+            code="unknown-device",
+            hint=f"known are {', '.join(device_types())}, with an index as in `cuda:1`",
+        ) from error
     adapter = _adapter_class(wanted.type)
     availability = adapter.availability()
     if not availability:

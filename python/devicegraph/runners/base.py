@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from typing_extensions import Self
 
-from devicegraph.backends import capture_failed
-from devicegraph.devices import get_device_adapter
+from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.batches import read_fields
+from devicegraph.config import CudaGraphConfig
+from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks
-from devicegraph.errors import ConfigError, ReplayError
+from devicegraph.errors import CaptureError, ConfigError, ReplayError
 from devicegraph.metrics import StepMetrics
+from devicegraph.outputs import RowAxis, shapes_of
 from devicegraph.parallel import Proposal
+from devicegraph.registry import CudaGraphBufferRegistry
 from devicegraph.report import CaptureReport
-from devicegraph.runners.capture import capture_shapes
+from devicegraph.runners.capture import capture_shapes, find_rows
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 from devicegraph.runners.captured import CapturedGraph
 from devicegraph.runners.decision import EAGER, Decision
@@ -26,13 +30,9 @@ from devicegraph.runners.shape_key import ShapeKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.buckets import Buckets
-    from devicegraph.config import CudaGraphConfig
-    from devicegraph.devices import CaptureErrorMode, GraphMemoryPool
+    from devicegraph.devices import CaptureErrorMode
     from devicegraph.engine import ModelRunner
-    from devicegraph.outputs import RowAxis
-    from devicegraph.registry import CudaGraphBufferRegistry
     from devicegraph.runners.progress import CaptureProgress
 
 _ORDERS: Final = ("descending", "ascending")
@@ -61,8 +61,9 @@ class BaseCudaGraphRunner(ABC):
         progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
 
     Raises:
-        ConfigError: an argument that is none of its choices (`choice-unknown`), or a registry that does not fit the
-            engine (`registry-device`, `registry-too-small`).
+        ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
+            (`wrong-type`), an engine that lacks something (`engine-incomplete`), or a registry that does not fit it
+            (`registry-device`, `registry-too-small`).
         BackendError: the device or the backend is not available here.
     """
 
@@ -86,6 +87,15 @@ class BaseCudaGraphRunner(ABC):
     ) -> None:
         check_choice("order", order, _ORDERS)
         check_choice("on_error", on_error, _ON_ERROR)
+        for name, value, kind in (
+            ("config", config, CudaGraphConfig),
+            ("registry", registry, CudaGraphBufferRegistry),
+            ("backend", backend, BaseCudaGraphBackend),
+            ("graph_pool", graph_pool, GraphMemoryPool),
+            *(("output_axes", axis, RowAxis) for axis in output_axes or ()),
+        ):
+            if not isinstance(value, kind) and (value is not None or name == "config"):
+                raise ConfigError(f"{name}: {value!r} is no `{kind.__name__}`", code="wrong-type")
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
@@ -107,6 +117,7 @@ class BaseCudaGraphRunner(ABC):
         #: The captured graphs by key; `capture()` fills it.
         self.graphs: dict[ShapeKey, CapturedGraph] = {}
         self._eager_steps: dict[str, int] = {}
+        self._has_captured = False
         self._state: Literal["open", "paused", "closed"] = "open"
 
     # What a phase says of itself.
@@ -163,6 +174,7 @@ class BaseCudaGraphRunner(ABC):
             note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
             return CaptureReport(self.phase, "disabled", note=note)
         self._drop_graphs()
+        self._has_captured = True
         sizes = sorted(self.buckets, reverse=self.order == "descending")
         if not sizes:
             return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
@@ -173,29 +185,51 @@ class BaseCudaGraphRunner(ABC):
                 captured, dropped = capture_shapes(self, keys)
         except BaseException:
             self._drop_graphs()
+            self._has_captured = False
             raise
         return CaptureReport(self.phase, self.backend.name, captured, dropped)
 
     def capture_one_shape(self, size: int, *, variant_label: str | None = None) -> Any:
         """Captures one shape inside the backend's `capture_session`, and returns its output.
 
-        The graph sees an idle batch: every row is padding, and every index points at the reserved row 0.
+        The graph sees an idle batch: every row is padding, and every index points at the reserved row 0. Ranks do not
+        vote on it: each of them has to do the same.
 
         Args:
-            size: the bucket.
+            size: one of `buckets`.
             variant_label: which of the engine's `variants`.
 
         Raises:
-            CaptureError: a forward, or a preparation of metadata, that failed; there is no graph for the shape then.
+            CaptureError: `bucket-unknown` for another size; a forward, or a preparation of metadata, that failed, or an
+                output whose rows cannot be told: there is no graph for the shape then.
+            ReplayError: the runner is closed.
         """
-        assert self.backend is not None
+        if self.backend is None or size not in self.buckets:
+            have = ", ".join(map(str, self.buckets)) if self.backend is not None else "none, the phase is disabled"
+            raise CaptureError(
+                f"{self.phase}: {size!r} is not one of the buckets: {have}", code="bucket-unknown", phase=self.phase
+            )
         key = self._make_graph_key(size, variant_label)
+        with freeze_gc(), model_capture_mode(), torch.no_grad():
+            output = self.capture_key(key)
+            try:
+                find_rows(self, variant_label, {size: shapes_of(output)})
+            except BaseException:
+                self.drop_graph(key)
+                raise
+        return output
+
+    def capture_key(self, key: ShapeKey) -> Any:
+        """Captures the graph of a key; the rows of its output are still to be found."""
+        self._check_open()
+        backend = self.backend
+        assert backend is not None  # who captures has looked
         try:
             batch = self._idle_batch(key)
             self._prepare_metadata(batch, key)
         except Exception as error:
             raise capture_failed(self.phase, key, error) from error
-        output = self.backend.capture_one(key, partial(self._forward, batch, key), batch, self.hooks.after_warmup)
+        output = backend.capture_one(key, partial(self._forward, batch, key), batch, self.hooks.after_warmup)
         self.graphs[key] = CapturedGraph(key, self.buffer_registry.presence(batch), output)
         return output
 
@@ -206,7 +240,7 @@ class BaseCudaGraphRunner(ABC):
         return self._forward(batch, None)
 
     def drop_graph(self, key: ShapeKey) -> None:
-        """Drops one captured graph, if it is there; batches of its bucket run eagerly from now on."""
+        """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
         self.graphs.pop(key, None)
         if self.backend is not None:
             self.backend.discard(key)
@@ -311,7 +345,10 @@ class BaseCudaGraphRunner(ABC):
         variant = self.hooks.variant(forward_batch) if self.hooks.variant is not None else None
         size = self._live_size(bs, num_tokens)
         if not self.graphs:
-            decision = EAGER["disabled" if self.backend is None else "not-captured"]
+            code = "nothing-captured" if self._has_captured else "not-captured"
+            decision = EAGER["disabled" if self.backend is None else code]
+        elif variant not in self.hooks.variants:
+            decision = EAGER["variant-unknown"]
         elif isinstance(size, str):
             decision = EAGER[size]
         else:
@@ -323,20 +360,23 @@ class BaseCudaGraphRunner(ABC):
         agreed = self.hooks.vote(Proposal(can_join, size if isinstance(size, int) else 0))
         if can_join and not agreed.graph:
             return EAGER["voted-eager"]
-        return self._decide_for(forward_batch, agreed.size, variant) if can_join else decision
+        return self._decide_for(forward_batch, agreed.size, variant, idle=size == 0) if can_join else decision
 
-    def _decide_for(self, forward_batch: Any, size: int, variant: str | None) -> Decision:
-        """The decision for a size, which with several ranks is the largest among them."""
+    def _decide_for(self, forward_batch: Any, size: int, variant: str | None, *, idle: bool = False) -> Decision:
+        """The decision for a size, which with several ranks is the largest among them.
+
+        An idle rank's batch has no row that a field could be missing for.
+        """
         if size == 0:
             return EAGER["idle"]
         bucket = self.buckets.fit(size)
         if bucket is None:
             return EAGER["above-largest" if size > self.buckets.maximum else "no-exact-bucket"]
-        graph = self.graphs.get(self._make_graph_key(bucket, variant))
+        graph = self.graphs.get(self._make_graph_key(bucket, variant)) or self._larger_graph(bucket, variant)
         if graph is None:
-            return EAGER["bucket-dropped" if variant in self.hooks.variants else "variant-unknown"]
+            return EAGER["bucket-dropped"]
         present = self.buffer_registry.presence(forward_batch)
-        if present != graph.exposed:
+        if present != graph.exposed and not idle:
             registry = self.buffer_registry
             if missing := registry.missing_required(present):
                 return Decision("field-missing", fields=missing)
@@ -345,6 +385,12 @@ class BaseCudaGraphRunner(ABC):
         if not self.backend.can_run(forward_batch, graph.key):  # type: ignore[union-attr]
             return EAGER["backend-refused"]
         return graph.decision
+
+    def _larger_graph(self, bucket: int, variant: str | None) -> CapturedGraph | None:
+        """The graph that takes the batches of a bucket without one."""
+        larger = (size for size in self.buckets if size > bucket) if self.config.padding else ()
+        graphs = (self.graphs.get(self._make_graph_key(size, variant)) for size in larger)
+        return next((graph for graph in graphs if graph is not None), None)
 
     def _graph_for(self, forward_batch: Any, decision: Decision | None, bs: int, num_tokens: int) -> ShapeKey:
         if decision is None:
@@ -365,7 +411,7 @@ class BaseCudaGraphRunner(ABC):
             padded_bs=padded_bs,
             raw_num_tokens=num_tokens,
             padded_num_tokens=padded_tokens,
-            pp_proxy_tensors=getattr(forward_batch, "pp_proxy_tensors", None),
+            pp_proxy_tensors=read_fields(forward_batch, ("pp_proxy_tensors",))[0],
         )
         static_batch = self.buffer_registry.extract_buffer(
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from devicegraph.errors import CaptureError
-from devicegraph.outputs import infer_row_axes, shapes_of
+from devicegraph.outputs import check_row_axes, infer_row_axes, shapes_of, unclear_rows
 from devicegraph.parallel import Proposal
 from devicegraph.report import CapturedBucket, DroppedCapture
 from devicegraph.runners.progress import CaptureProgress
@@ -44,7 +44,7 @@ def capture_shapes(
             dropped.append(DroppedCapture(key, problem))
         runner.progress(CaptureProgress(runner.phase, key, done, len(keys), seconds, after.free))
     for label in runner.hooks.variants:
-        _find_rows(runner, label, {key.size: found for key, found in shapes.items() if key.variant_label == label})
+        find_rows(runner, label, {key.size: found for key, found in shapes.items() if key.variant_label == label})
     return tuple(captured), tuple(dropped)
 
 
@@ -52,36 +52,79 @@ def _capture_one(runner: BaseCudaGraphRunner, key: ShapeKey, shapes: Shapes) -> 
     """Captures one graph on all ranks, and returns None, or why there is none."""
     error: CaptureError | None = None
     try:
-        shapes[key] = shapes_of(runner.capture_one_shape(key.size, variant_label=key.variant_label))
+        shapes[key] = shapes_of(runner.capture_key(key))
     except CaptureError as caught:
         error = caught
-    # A graph that is missing on one rank must not be chosen on any; so all of them are asked, also before an error ends
-    # the capture here.
-    everywhere = (
-        error is None if runner.hooks.vote is None else runner.hooks.vote(Proposal(error is None, key.size)).graph
-    )
-    if error is None:
-        return None if everywhere else "it could not be captured on another rank"
-    if error.code == "out-of-memory" and runner.on_error == "drop":
+    is_dropped = error is not None and error.code == "out-of-memory" and runner.on_error == "drop"
+    # A graph that is missing on one rank must not be chosen on any, and a rank that gives up must not leave the others
+    # waiting in their next capture: so all of them are asked, also before an error ends the capture here.
+    proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped)
+    agreed = proposal if runner.hooks.vote is None else runner.hooks.vote(proposal)
+    if error is not None and not is_dropped:
+        raise error
+    if agreed.failed:
+        raise CaptureError(
+            f"{runner.phase}: capturing {key} failed on another rank",
+            code="other-rank-failed",
+            hint="its error is in the log of that rank; no rank has graphs now",
+            phase=runner.phase,
+            shape_key=key,
+        )
+    if error is not None:
         return error.message
-    raise error
+    return None if agreed.graph else "it could not be captured on another rank"
 
 
-def _find_rows(runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:
-    """Tells the graphs of a variant where the rows of their outputs are: as the engine says, or from two sizes."""
-    graphs = [graph for graph in runner.graphs.values() if graph.key.variant_label == label]
-    if not graphs:
+def find_rows(runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:
+    """Tells the graphs of a variant where the rows of their outputs are: as the engine says, or from two sizes.
+
+    Args:
+        runner: the runner.
+        label: the variant.
+        shapes: the shapes of the output at each size whose graph is to be told.
+
+    Raises:
+        CaptureError: `output-rows`.
+    """
+    graphs = {graph.key.size: graph for graph in runner.graphs.values() if graph.key.variant_label == label}
+    shapes = {size: found for size, found in shapes.items() if size in graphs}
+    if not shapes:
         return
-    axes: Sequence[RowAxis | None] | None = runner.output_axes
-    if axes is None:
-        largest, smallest = max(shapes), min(shapes)
-        if smallest == largest > 1:
-            # One bucket: a run of one unit less shows which axis follows.
-            smallest = largest - 1
-            shapes[smallest] = shapes_of(runner.run_idle(smallest, label))
-        if smallest < largest:
-            axes = infer_row_axes(shapes[largest], largest, shapes[smallest], smallest)
-        else:
-            axes = [None] * len(shapes[largest])  # a bucket of one unit is never cut
-    for graph in graphs:
-        graph.axes = axes
+    told = next((graph.axes for size, graph in graphs.items() if size not in shapes), runner.output_axes)
+    axes = _infer(runner, label, shapes.copy()) if told is None else told
+    for size, found in shapes.items():
+        check_row_axes(axes, found, size)
+        graphs[size].axes = axes
+
+
+def _infer(
+    runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]
+) -> Sequence[RowAxis | None]:
+    largest = max(shapes)
+    first = shapes.pop(largest)
+    if largest == 1:
+        return [None] * len(first)  # a bucket of one unit is never cut
+    if not shapes:
+        smaller, found = _run_smaller(runner, label, largest)
+        shapes[smaller] = found
+    told = {infer_row_axes(first, largest, second, size): size for size, second in shapes.items()}
+    if len(told) > 1:
+        raise unclear_rows(f"sizes {', '.join(map(str, told.values()))} and {largest} have no rule in common")
+    return next(iter(told))
+
+
+def _run_smaller(runner: BaseCudaGraphRunner, label: str | None, size: int) -> tuple[int, list[tuple[int, ...]]]:
+    """A size below the only captured one and the shapes there: a run of the forward shows what follows the size."""
+    failure: Exception | None = None
+    for smaller in dict.fromkeys((size - 1, size // 2)):
+        try:
+            return smaller, shapes_of(runner.run_idle(smaller, label))
+        except Exception as error:
+            failure = error
+    raise CaptureError(
+        f"the rows of the output cannot be told: only size {size} is captured, and the forward fails at {smaller}: "
+        f"{failure}",
+        code="output-rows",
+        hint="give the runner `output_axes`, one `RowAxis` or None for each tensor of the output",
+        phase=runner.phase,
+    ) from failure

@@ -8,7 +8,8 @@ import torch
 
 from devicegraph.backends import resolve_decode_backend
 from devicegraph.buckets import decode_buckets
-from devicegraph.engine import check_count
+from devicegraph.engine import as_count
+from devicegraph.errors import ConfigError
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner, check_choice
 
@@ -78,9 +79,8 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         check_choice("mode", mode, MODES)
-        check_count("num_tokens_per_bs", num_tokens_per_bs)
         self.mode = mode
-        self.num_tokens_per_bs = num_tokens_per_bs
+        self.num_tokens_per_bs = as_count("num_tokens_per_bs", num_tokens_per_bs)
         super().__init__(
             model_runner,
             config=config,
@@ -120,6 +120,12 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
 
 def _buckets(model_runner: ModelRunner, config: CudaGraphConfig, num_tokens_per_bs: int) -> Buckets:
     limits = model_runner.limits
+    if num_tokens_per_bs > limits.max_num_tokens:
+        raise ConfigError(
+            f"num_tokens_per_bs: {num_tokens_per_bs} tokens of one request are more than the engine's "
+            f"`limits.max_num_tokens`, {limits.max_num_tokens}",
+            code="limit-invalid",
+        )
     return decode_buckets(
         config.decode.max_bs,
         bs=config.decode.bs,
