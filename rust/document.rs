@@ -22,6 +22,8 @@ pub enum Value {
     Float(f64),
     /// Text.
     Text(String),
+    /// A TOML date, time or both, as text.
+    Date(String),
     /// A list.
     List(Vec<Value>),
     /// An object, a TOML table or a Python mapping.
@@ -59,7 +61,7 @@ impl Value {
     /// `toml-syntax`, with line and column.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
         let text = text.trim_start_matches('\u{feff}');
-        toml::from_str(text).map_err(|error| {
+        toml::from_str(text).map(Self::with_dates).map_err(|error| {
             let offset = error.span().map_or(0, |span| span.start);
             let before = text.get(..offset).unwrap_or(text);
             let line = before.matches('\n').count() + 1;
@@ -68,6 +70,32 @@ impl Value {
             let reason = error.message().replace('\n', "; ");
             Issue::new("", Value::Null, Problem::TomlSyntax { position, reason }).into()
         })
+    }
+
+    /// With its dates as such: the parser hands each on as an object with one key of its own.
+    fn with_dates(self) -> Self {
+        const DATE: &str = "$__toml_private_datetime";
+        match self {
+            Self::Object(mut entries) => match entries.as_mut_slice() {
+                [(name, Self::Text(date))] if name == DATE => Self::Date(std::mem::take(date)),
+                _ => Self::Object(entries.into_iter().map(|(name, value)| (name, value.with_dates())).collect()),
+            },
+            Self::List(items) => Self::List(items.into_iter().map(Self::with_dates).collect()),
+            other => other,
+        }
+    }
+
+    /// The same where what no JSON document can hold is text.
+    #[cfg(feature = "python")]
+    pub(crate) fn plain(self) -> Self {
+        match self {
+            Self::Date(text) | Self::Foreign { repr: text, .. } => Self::Text(text),
+            Self::Object(entries) => {
+                Self::Object(entries.into_iter().map(|(name, value)| (name, value.plain())).collect())
+            }
+            Self::List(items) => Self::List(items.into_iter().map(Self::plain).collect()),
+            other => other,
+        }
     }
 
     /// Reads what stands after an option on a command line: a number, a boolean, null or text.
@@ -88,6 +116,7 @@ impl Value {
             Self::Int(_) => "an integer".into(),
             Self::Float(_) => "a float".into(),
             Self::Text(_) => "a string".into(),
+            Self::Date(_) => "a date or time".into(),
             Self::List(_) => "a list".into(),
             Self::Object(_) => "an object".into(),
             Self::Foreign { kind, .. } => format!("of type `{kind}`"),
@@ -119,7 +148,7 @@ impl fmt::Display for Value {
                 }
                 f.write_str("}")
             }
-            Self::Foreign { repr, .. } => f.write_str(repr),
+            Self::Date(text) | Self::Foreign { repr: text, .. } => f.write_str(text),
         }
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import json
 import pickle
 import types
@@ -133,6 +134,10 @@ class _Unreadable:
         (10**400, "`inf` is a float, not an integer from 1 to 1048576"),
         (b"4", "`b'4'` is of type `bytes`, not an integer from 1 to 1048576"),
         ("\ud800", "`'\\ud800'` is of type `str`, not an integer from 1 to 1048576"),
+        (
+            datetime.date(1979, 5, 27),
+            "`datetime.date(1979, 5, 27)` is of type `date`, not an integer from 1 to 1048576",
+        ),
         (_Unreadable(), "`<unreadable>` is of type `_Unreadable`, not an integer from 1 to 1048576"),
     ],
 )
@@ -208,6 +213,20 @@ def test_an_error_and_its_issues_survive_pickle_and_repr() -> None:
         assert hash(copy.copy(issue)) == hash(issue)
 
 
+def test_an_issue_about_what_no_document_holds_is_equal_to_its_copies(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("padding = 1979-05-27\n[decode]\nbs = {a = [07:32:00]}\n")
+    with pytest.raises(ConfigError) as dates:
+        CudaGraphConfig.from_file(tmp_path / "a.toml")
+    with pytest.raises(ConfigError) as objects:
+        CudaGraphConfig(padding=datetime.date(1979, 5, 27), decode={"bs": {"a": [b"1"]}})  # type: ignore[arg-type]
+    issues = [*dates.value.issues, *objects.value.issues]
+    assert [issue.value for issue in issues] == [
+        "1979-05-27", {"a": ["07:32:00"]}, {"a": ["b'1'"]}, "datetime.date(1979, 5, 27)",
+    ]  # fmt: skip
+    for issue in issues:
+        assert pickle.loads(pickle.dumps(issue)) == issue
+
+
 def test_nobody_can_change_a_configuration() -> None:
     config = CudaGraphConfig()
     for target, name in ((config, "padding"), (config.decode, "max_bs"), (config, "other")):
@@ -226,6 +245,18 @@ def test_a_phase_is_read_by_name_and_an_unknown_one_is_a_key_error() -> None:
     with pytest.raises(ConfigError) as unknown:
         config.with_phase("prefil", max_bs=1)
     assert unknown.value.issues[0].code == "unknown-phase"
+
+
+def test_a_configuration_iterates_over_the_names_of_its_phases() -> None:
+    config = CudaGraphConfig(padding=False)
+    assert tuple(config) == Phase.ALL
+    assert len(config) == 2
+    assert {name: config[name] for name in config} == {"decode": config.decode, "prefill": config.prefill}
+    assert "decode" in config
+    for other in ("padding", "Decode", 0, None, [], b"decode"):
+        assert other not in config
+    with pytest.raises(TypeError):
+        reversed(config)  # type: ignore[call-overload]
 
 
 def test_equality_ignores_what_was_explicit_and_a_phase_alone_has_no_default_backend() -> None:

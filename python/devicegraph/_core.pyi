@@ -198,7 +198,8 @@ class PhaseConfig:
 class CudaGraphConfig:
     """The settings of both phases, checked: frozen, hashable, picklable, and equal where the same values hold.
 
-    `config["decode"]` and `config["prefill"]` are the phases; another name is a `KeyError`.
+    `config["decode"]` and `config["prefill"]` are the phases; another name is a `KeyError`. Iteration gives the two
+    names, and `in` knows them.
     """
 
     def __new__(
@@ -301,6 +302,9 @@ class CudaGraphConfig:
         """What holds for each key, who said it, and what that overrode."""
 
     def __getitem__(self, phase: str, /) -> PhaseConfig: ...
+    def __contains__(self, phase: object, /) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyKeyError, PyOSError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMappingProxy, PyTuple, PyType};
+use pyo3::types::{PyDict, PyIterator, PyMappingProxy, PyTuple, PyType};
 
 use super::error::to_tuple;
 use super::explain::PyExplanation;
@@ -18,7 +18,8 @@ use crate::error::{ConfigError, Issue, Problem};
 use crate::layers::Source;
 
 /// The settings of both phases.
-#[pyclass(name = "CudaGraphConfig", module = "devicegraph", frozen, eq, hash)]
+// With `mapping` its items have names only; without, Python would look for them by number as well.
+#[pyclass(name = "CudaGraphConfig", module = "devicegraph", frozen, eq, hash, mapping)]
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct PyConfig(pub(super) Config);
 
@@ -113,11 +114,24 @@ impl PyConfig {
     }
 
     fn __getitem__(&self, phase: &Bound<'_, PyAny>) -> PyResult<PyPhaseConfig> {
-        let named = phase.extract().ok().and_then(|name: &str| Phase::named(name));
-        match named {
+        match phase_of(phase) {
             Some(named) => Ok(PyPhaseConfig(self.0.phase(named))),
             None => Err(PyKeyError::new_err((phase.clone().unbind(),))),
         }
+    }
+
+    #[expect(clippy::unused_self, reason = "as Python calls it")]
+    fn __len__(&self) -> usize {
+        Phase::ALL.len()
+    }
+
+    fn __iter__(slf: &Bound<'_, Self>) -> PyResult<Py<PyIterator>> {
+        Ok(PyTuple::new(slf.py(), Phase::ALL.map(Phase::name))?.try_iter()?.unbind())
+    }
+
+    #[expect(clippy::unused_self, reason = "as Python calls it")]
+    fn __contains__(&self, phase: &Bound<'_, PyAny>) -> bool {
+        phase_of(phase).is_some()
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -157,6 +171,10 @@ impl PyConfig {
         }
         Ok(Self(config))
     }
+}
+
+fn phase_of(name: &Bound<'_, PyAny>) -> Option<Phase> {
+    name.extract().ok().and_then(Phase::named)
 }
 
 fn export(explicit: bool, full: bool) -> Export {

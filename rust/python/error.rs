@@ -19,6 +19,7 @@ mod exceptions {
 pub(super) struct PyConfigIssue {
     #[pyo3(get)]
     path: String,
+    /// As plain data, so that an issue that was pickled is equal to the one that was not.
     value: Value,
     #[pyo3(get)]
     allowed: Option<String>,
@@ -36,7 +37,7 @@ impl From<&Issue> for PyConfigIssue {
     fn from(issue: &Issue) -> Self {
         Self {
             path: issue.path.clone(),
-            value: issue.value.clone(),
+            value: issue.value.clone().plain(),
             allowed: issue.allowed(),
             code: issue.code().to_owned(),
             message: issue.message(),
@@ -59,7 +60,7 @@ impl PyConfigIssue {
         hint: Option<String>,
         source: Option<String>,
     ) -> PyResult<Self> {
-        Ok(Self { path, value: to_value(value)?, allowed, code, message, hint, source })
+        Ok(Self { path, value: to_value(value)?.plain(), allowed, code, message, hint, source })
     }
 
     #[getter]

@@ -80,7 +80,7 @@ pub(super) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'
         Value::Bool(flag) => PyBool::new(py, *flag).to_owned().into_any(),
         Value::Int(number) => number.into_pyobject(py)?.into_any(),
         Value::Float(number) => PyFloat::new(py, *number).into_any(),
-        Value::Text(text) | Value::Foreign { repr: text, .. } => PyString::new(py, text).into_any(),
+        Value::Text(text) | Value::Date(text) | Value::Foreign { repr: text, .. } => PyString::new(py, text).into_any(),
         Value::List(items) => {
             let items = items.iter().map(|item| to_python(py, item));
             PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any()

@@ -265,8 +265,27 @@ fn files_are_json_or_toml_by_suffix() {
     assert_snapshot!(message("conf.toml", b"[decode]\nmax_bs = nan\nbs = [1979-05-27]\n"), @r#"
     2 problems in `conf.toml`:
     decode.max_bs: `NaN` is a float, not an integer from 1 to 1048576 [wrong-type]
-    decode.bs[0]: `{"$__toml_private_datetime": "1979-05-27"}` is an object, not an integer from 1 to 1048576 [wrong-type]
+    decode.bs[0]: `1979-05-27` is a date or time, not an integer from 1 to 1048576 [wrong-type]
     "#);
+}
+
+#[test]
+fn a_date_or_time_is_shown_as_one() {
+    let toml = "padding = 07:32:00\n[decode]\nmax_bs = 1979-05-27T07:32:00Z\nbs = 1979-05-27T07:32:00.5\n[prefil]\n\
+                x = {y = [1979-05-27]}\n";
+    assert_snapshot!(from_file("a.toml", toml.as_bytes()).expect_err("not good"), @r#"
+    4 problems in `a.toml`:
+    padding: `07:32:00` is a date or time, not `true` or `false` [wrong-type]
+    decode.max_bs: `1979-05-27T07:32:00Z` is a date or time, not an integer from 1 to 1048576 [wrong-type]
+    decode.bs: `1979-05-27T07:32:00.5` is a date or time, not a list of integers from 1 to 1048576 [wrong-type]
+    prefil: no such phase; the phases are `decode` and `prefill` [unknown-phase]
+      hint: did you mean `prefill`?
+    "#);
+    let nested = Value::from_toml(toml).expect("toml").to_string();
+    assert!(nested.ends_with(r#""prefil": {"x": {"y": [1979-05-27]}}}"#), "{nested}");
+    // What the parser calls a date is nothing special in another format.
+    let json = r#"{"padding": {"$__toml_private_datetime": "1979-05-27"}}"#;
+    assert_eq!(Value::from_json(json).expect("json").to_string(), json);
 }
 
 #[test]
