@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,6 +161,46 @@ def test_nothing_that_says_how_large_is_refused() -> None:
             make()
         (issue,) = raised.value.issues
         assert (issue.path, issue.code, issue.hint) == (argument, "no-maximum", f"give `{argument}`, `bs` or `limit`")
+
+
+class Three:
+    def __index__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), np.uint8(3), np.array(3), Three()])
+def test_whatever_stands_for_an_integer_is_a_size(three: Any) -> None:
+    assert Buckets([1, three]) == decode_buckets(bs=[three, 1]) == decode_buckets(bs=[1, 3, 4], limit=three)
+    assert decode_buckets(three) == decode_buckets(3)
+    assert prefill_buckets(three, alignment=three, max_graphs=three, max_bytes=three, bytes_per_size=three).sizes == (
+        3,
+    )
+    assert Buckets([2, 3], bytes_per_size={2: 3, 3: three}).total_bytes == 6
+    assert Buckets([2, 3], bytes_per_size=lambda size: three).total_bytes == 6
+    assert Buckets([1, 4]).fit(three) == 4
+    assert three in Buckets([1, 3])
+    assert three not in Buckets([1, 4])
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (True, "raw: `true` is a boolean, not an integer [wrong-type]"),
+        (1.0, "raw: `1.0` is a float, not an integer [wrong-type]"),
+        ("1", 'raw: `"1"` is a string, not an integer [wrong-type]'),
+        (None, "raw: `null` is null, not an integer [wrong-type]"),
+    ],
+)
+def test_a_live_size_that_is_no_integer_is_refused(raw: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Buckets([1, 2]).fit(raw)
+    assert str(raised.value) == told
+    assert raw not in Buckets([1, 2])
+
+
+def test_no_bucket_holds_an_integer_however_large_or_small() -> None:
+    for raw in (2**63, 2**70, -(2**70)):
+        assert Buckets([1, 2]).fit(raw) is None
 
 
 def test_other_objects_are_neither_contained_nor_equal() -> None:

@@ -147,6 +147,22 @@ def test_objects_that_json_cannot_hold_are_refused_by_name(value: object, messag
     assert [issue.message for issue in raised.value.issues] == [message]
 
 
+@pytest.mark.parametrize("index", [True, 1])
+def test_a_boolean_of_another_library_is_no_integer(index: int) -> None:
+    class One:
+        dtype = "torch.bool" if index is not True else "an integer's"
+
+        def __index__(self) -> int:
+            return index
+
+        def __repr__(self) -> str:
+            return "<one>"
+
+    for make in (lambda: PhaseConfig(max_bs=One()), lambda: dg.decode_buckets(One())):
+        with pytest.raises(ConfigError, match="max_bs: `<one>` is of type `One`, not an integer from 1 to 1048576"):
+            make()
+
+
 def test_an_object_that_contains_itself_is_refused() -> None:
     cycle: dict[str, Any] = {}
     cycle["decode"] = cycle

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Final, Literal, Protocol, final
+from typing import Any, Final, Literal, Protocol, SupportsIndex, final
 
 from typing_extensions import Self
 
@@ -24,6 +24,7 @@ __all__ = [
     "PoolLedger",
     "SlotLayout",
     "__version__",
+    "as_size",
     "check_rule",
     "config_schema",
     "decode_buckets",
@@ -150,8 +151,8 @@ class PhaseConfig:
     def __new__(
         cls,
         backend: str | None = None,
-        max_bs: int | None = None,
-        bs: Sequence[int] | None = None,
+        max_bs: SupportsIndex | None = None,
+        bs: Sequence[SupportsIndex] | None = None,
         tc_compiler: str | None = "eager",
     ) -> Self:
         """Checks the settings of one phase.
@@ -262,8 +263,8 @@ class CudaGraphConfig:
         phase: str,
         *,
         backend: str | None = None,
-        max_bs: int | None = None,
-        bs: Sequence[int] | None = None,
+        max_bs: SupportsIndex | None = None,
+        bs: Sequence[SupportsIndex] | None = None,
         tc_compiler: str | None = None,
     ) -> CudaGraphConfig:
         """A copy in which some keys of a phase are set; None leaves a key as it is.
@@ -433,14 +434,14 @@ class Buckets:
 
     def __new__(
         cls,
-        bs: Sequence[int],
+        bs: Sequence[SupportsIndex],
         *,
         padding: bool | None = True,
-        alignment: int | None = 1,
-        limit: int | None = None,
-        max_graphs: int | None = None,
-        max_bytes: int | None = None,
-        bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        alignment: SupportsIndex | None = 1,
+        limit: SupportsIndex | None = None,
+        max_graphs: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None,
+        bytes_per_size: SupportsIndex | Mapping[int, SupportsIndex] | Callable[[int], SupportsIndex] | None = None,
     ) -> Self:
         """An explicit list, of requests or tokens.
 
@@ -460,7 +461,7 @@ class Buckets:
             ConfigError: with everything that is wrong in `issues`. What does not fit is no error: see `dropped`.
         """
 
-    def fit(self, raw: int) -> int | None:
+    def fit(self, raw: SupportsIndex) -> int | None:
         """The bucket of a live size, in constant time.
 
         Args:
@@ -469,6 +470,9 @@ class Buckets:
         Returns:
             The smallest bucket that holds it, or without padding the one that equals it; None where there is none, and
             for 0 and less.
+
+        Raises:
+            ConfigError: `wrong-type`: no integer, nor an object that stands for one.
         """
 
     @property
@@ -503,17 +507,17 @@ class Buckets:
     def __hash__(self) -> int: ...
 
 def decode_buckets(
-    max_bs: int | None = None,
+    max_bs: SupportsIndex | None = None,
     *,
-    bs: Sequence[int] | None = None,
+    bs: Sequence[SupportsIndex] | None = None,
     padding: bool | None = True,
-    num_tokens_per_bs: int | None = 1,
-    alignment: int | None = 1,
-    token_alignment: int | None = 1,
-    limit: int | None = None,
-    max_graphs: int | None = None,
-    max_bytes: int | None = None,
-    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    num_tokens_per_bs: SupportsIndex | None = 1,
+    alignment: SupportsIndex | None = 1,
+    token_alignment: SupportsIndex | None = 1,
+    limit: SupportsIndex | None = None,
+    max_graphs: SupportsIndex | None = None,
+    max_bytes: SupportsIndex | None = None,
+    bytes_per_size: SupportsIndex | Mapping[int, SupportsIndex] | Callable[[int], SupportsIndex] | None = None,
     preset: str | None = "default",
 ) -> Buckets:
     """The buckets of decode, in requests.
@@ -545,15 +549,15 @@ def decode_buckets(
     """
 
 def prefill_buckets(
-    max_tokens: int | None = None,
+    max_tokens: SupportsIndex | None = None,
     *,
-    bs: Sequence[int] | None = None,
+    bs: Sequence[SupportsIndex] | None = None,
     padding: bool | None = True,
-    alignment: int | None = 1,
-    limit: int | None = None,
-    max_graphs: int | None = None,
-    max_bytes: int | None = None,
-    bytes_per_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+    alignment: SupportsIndex | None = 1,
+    limit: SupportsIndex | None = None,
+    max_graphs: SupportsIndex | None = None,
+    max_bytes: SupportsIndex | None = None,
+    bytes_per_size: SupportsIndex | Mapping[int, SupportsIndex] | Callable[[int], SupportsIndex] | None = None,
     preset: str | None = "default",
 ) -> Buckets:
     """The buckets of prefill, in tokens.
@@ -581,6 +585,13 @@ def prefill_buckets(
 
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""
+
+def as_size(argument: str, value: object, /) -> int:
+    """A size as a plain integer: one itself, or what stands for one by `__index__`; no boolean.
+
+    Raises:
+        SlotError: `not-a-size`: something else, or more than 64 bits.
+    """
 
 def is_slot_dtype(name: str, /) -> bool:
     """Whether a slot can have elements of that dtype: torch's name, or an alias, with or without `torch.`."""

@@ -27,6 +27,7 @@ impl fmt::Display for Expected {
         match self {
             Self::Word(words) => f.write_str(&one_of(words)),
             Self::Size => write!(f, "an integer from 1 to {LARGEST_SIZE}"),
+            Self::Integer => f.write_str("an integer"),
             Self::Sizes => write!(f, "a list of integers from 1 to {LARGEST_SIZE}"),
             Self::Flag => f.write_str("`true` or `false`"),
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
@@ -302,10 +303,13 @@ pub(crate) fn listed(words: &[&str], joiner: &str) -> String {
 
 /// A value between backticks, cut where it would drown the sentence.
 fn shown(value: &Value) -> String {
+    format!("`{}`", cut(&value.to_string()))
+}
+
+pub(super) fn cut(text: &str) -> String {
     const WIDTH: usize = 60;
-    let text = value.to_string();
     match text.char_indices().nth(WIDTH) {
-        Some((end, _)) => format!("`{}...`", &text[..end]),
-        None => format!("`{text}`"),
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
     }
 }

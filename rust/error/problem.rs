@@ -117,6 +117,8 @@ pub enum Expected {
     Word(&'static [&'static str]),
     /// A size.
     Size,
+    /// Any integer.
+    Integer,
     /// A list of sizes.
     Sizes,
     /// A boolean.

@@ -118,6 +118,7 @@ impl SlotFault {
     /// For a size that is no integer, or a boolean, which Python takes for one.
     #[cfg(feature = "python")]
     pub(crate) fn not_a_size(argument: &str, given: &str) -> Self {
+        let given = super::config::cut(&given.split_whitespace().collect::<Vec<_>>().join(" "));
         Self::new("not-a-size", format!("`{argument}`: {given} is no size")).between("an integer", given)
     }
 

@@ -3,10 +3,10 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyIterator, PyTuple};
 
-use super::value::{quoted, to_value};
+use super::value::{integer, quoted, to_value};
 use crate::buckets::{Arguments, Buckets, Runs};
 use crate::document::Value;
-use crate::error::ConfigError;
+use crate::error::{ConfigError, Expected, Issue, Problem};
 
 /// The sizes to capture, and how that list came about.
 #[pyclass(name = "Buckets", module = "devicegraph", frozen, eq, hash)]
@@ -100,8 +100,13 @@ impl PyBuckets {
         weighed(bytes_per_size, arguments, Buckets::explicit)
     }
 
-    fn fit(&self, raw: i64) -> Option<u32> {
-        self.0.fit(raw)
+    fn fit(&self, raw: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+        let Some(size) = integer(raw) else {
+            let problem = Problem::WrongType(Expected::Integer);
+            return Err(ConfigError::from(Issue::new("raw", to_value(raw)?, problem)).into());
+        };
+        // No bucket holds an integer that is too large, and none is for one that is too small.
+        Ok(size.extract().ok().and_then(|size| self.0.fit(size)))
     }
 
     #[getter]
@@ -147,7 +152,8 @@ impl PyBuckets {
     }
 
     fn __contains__(&self, size: &Bound<'_, PyAny>) -> bool {
-        size.extract().is_ok_and(|size: u32| self.0.sizes().binary_search(&size).is_ok())
+        let size = integer(size).and_then(|size| size.extract::<u32>().ok());
+        size.is_some_and(|size| self.0.sizes().binary_search(&size).is_ok())
     }
 
     fn __str__(&self) -> String {

@@ -37,7 +37,7 @@ mod _core {
     use super::rules::{check_rule, resolve};
 
     #[pymodule_export]
-    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout, is_slot_dtype};
+    use super::plan::{CopyGroup, FillPlan, FillPlanner, SlotLayout, as_size, is_slot_dtype};
     #[pymodule_export]
     use super::pool::PoolLedger;
 

@@ -1,8 +1,9 @@
 //! `SlotLayout`, `FillPlanner` and what they plan: plain values in, plain values out.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt};
+use pyo3::types::PyDict;
 
+use super::value::integer;
 use crate::dtype::DType;
 use crate::error::SlotFault;
 use crate::plan;
@@ -86,8 +87,8 @@ impl SlotLayout {
     /// The rows of a bucket.
     #[pyo3(signature = (padded_bs, padded_num_tokens, /))]
     fn padded_rows(&self, padded_bs: &Bound<'_, PyAny>, padded_num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let padded_bs = integer("padded_bs", padded_bs)?;
-        let padded_num_tokens = integer("padded_num_tokens", padded_num_tokens)?;
+        let padded_bs = as_size("padded_bs", padded_bs)?;
+        let padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)?;
         let sizes = plan::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?;
         Ok(self.0.padded_rows(sizes.padded(self.0.axis))?)
     }
@@ -95,8 +96,8 @@ impl SlotLayout {
     /// The live rows at a size.
     #[pyo3(signature = (raw_bs, raw_num_tokens, /))]
     fn live_rows(&self, raw_bs: &Bound<'_, PyAny>, raw_num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let raw_bs = integer("raw_bs", raw_bs)?;
-        let raw_num_tokens = integer("raw_num_tokens", raw_num_tokens)?;
+        let raw_bs = as_size("raw_bs", raw_bs)?;
+        let raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)?;
         let sizes = plan::Sizes::checked(raw_bs, raw_bs, raw_num_tokens, raw_num_tokens)?;
         Ok(self.0.live_rows(sizes.raw(self.0.axis)))
     }
@@ -106,13 +107,15 @@ impl SlotLayout {
     }
 }
 
-fn integer(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
-    // A tensor has an integer value too, but reading it would wait for the device.
-    let is_integer = value.is_instance_of::<PyInt>() && !value.is_instance_of::<PyBool>();
-    match if is_integer { value.extract().ok() } else { None } {
-        Some(size) => Ok(size),
-        None => Err(SlotFault::not_a_size(argument, &value.repr()?.to_string()).into()),
-    }
+/// A size as a plain integer.
+#[pyfunction]
+#[pyo3(signature = (argument, value, /))]
+pub(super) fn as_size(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    integer(value).and_then(|size| size.extract().ok()).ok_or_else(|| {
+        // Not everything can be printed: an integer may have too many digits.
+        let given = value.repr().map_or_else(|_| value.get_type().to_string(), |repr| repr.to_string());
+        SlotFault::not_a_size(argument, &given).into()
+    })
 }
 
 /// (dtype, shape, device, contiguous).
@@ -144,10 +147,10 @@ impl FillPlanner {
         unread: bool,
     ) -> PyResult<FillPlan> {
         let sizes = plan::Sizes::checked(
-            integer("raw_bs", raw_bs)?,
-            integer("padded_bs", padded_bs)?,
-            integer("raw_num_tokens", raw_num_tokens)?,
-            integer("padded_num_tokens", padded_num_tokens)?,
+            as_size("raw_bs", raw_bs)?,
+            as_size("padded_bs", padded_bs)?,
+            as_size("raw_num_tokens", raw_num_tokens)?,
+            as_size("padded_num_tokens", padded_num_tokens)?,
         )?;
         let sources: Vec<_> = sources
             .into_iter()
@@ -161,8 +164,8 @@ impl FillPlanner {
     /// Refuses a bucket that some slot cannot have.
     #[pyo3(signature = (padded_bs, padded_num_tokens, /))]
     fn check_bucket(&self, padded_bs: &Bound<'_, PyAny>, padded_num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
-        let padded_bs = integer("padded_bs", padded_bs)?;
-        let padded_num_tokens = integer("padded_num_tokens", padded_num_tokens)?;
+        let padded_bs = as_size("padded_bs", padded_bs)?;
+        let padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)?;
         Ok(self.0.check_bucket(&plan::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?)?)
     }
 

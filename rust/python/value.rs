@@ -23,7 +23,7 @@ fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
         return Ok(Value::Bool(flag.is_true()));
     }
     if let Ok(number) = object.cast::<PyInt>() {
-        return Ok(integer(number));
+        return Ok(number_of(number));
     }
     if let Ok(number) = object.cast::<PyFloat>() {
         return Ok(Value::Float(number.value()));
@@ -51,14 +51,27 @@ fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
             return items.collect::<PyResult<_>>().map(Value::List);
         }
     }
-    // `__index__` is how an integer of another library says that it is one.
-    match object.call_method0("__index__") {
-        Ok(number) => number.cast::<PyInt>().map_or_else(|_| foreign(object), |number| Ok(integer(number))),
-        Err(_) => foreign(object),
-    }
+    integer(object).map_or_else(|| foreign(object), |number| Ok(number_of(&number)))
 }
 
-fn integer(number: &Bound<'_, PyInt>) -> Value {
+/// The integer that an object is, wherever a size or another whole number is asked for; none for a boolean, which Python
+/// has as a kind of integer.
+///
+/// `__index__` is how an integer of another library says that it is one. A tensor of one integer says so too; reading one
+/// that is on a device waits for it.
+pub(super) fn integer<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyInt>> {
+    let no_boolean = |number: &Bound<'_, PyInt>| !number.is_instance_of::<PyBool>();
+    if let Ok(number) = object.cast::<PyInt>() {
+        return Some(number.clone()).filter(no_boolean);
+    }
+    // A tensor of one boolean has an index as well.
+    if object.getattr("dtype").is_ok_and(|dtype| dtype.to_string().ends_with("bool")) {
+        return None;
+    }
+    object.call_method0("__index__").ok()?.cast_into().ok().filter(no_boolean)
+}
+
+fn number_of(number: &Bound<'_, PyInt>) -> Value {
     match (number.extract(), number.extract()) {
         (Ok(number), _) => Value::Int(number),
         (_, Ok(number)) => Value::Float(number),

@@ -19,28 +19,28 @@ fn number(problem: &Problem) -> usize {
         Problem::NotUtf8 { .. } => 2,
         Problem::UnknownFileType => 3,
         Problem::WrongType(expected) => 4 + number_of_type(expected),
-        Problem::OutOfRange => 14,
-        Problem::EmptyList => 15,
-        Problem::UnknownBackend { .. } => 16,
-        Problem::BackendNotAllowed { .. } => 17,
-        Problem::UnknownCompiler => 18,
-        Problem::UnknownKey { .. } => 19,
-        Problem::MisplacedKey => 20,
-        Problem::UnknownPhase => 21,
-        Problem::RepeatedKey => 22,
-        Problem::SizesDisagree { .. } => 23,
-        Problem::CompilerUnused { .. } => 24,
-        Problem::UnknownOption => 25,
-        Problem::OptionsDisagree { .. } => 26,
-        Problem::RuleForbids { .. } => 27,
-        Problem::RuleOutweighed { .. } => 28,
-        Problem::RepeatedRule => 29,
-        Problem::NoMaximum { .. } => 30,
-        Problem::NoBytesPerSize => 31,
-        Problem::NoBytesOfSize => 32,
-        Problem::NegativeBytes => 33,
-        Problem::UnknownPreset => 34,
-        Problem::StepTooLarge { .. } => 35,
+        Problem::OutOfRange => 15,
+        Problem::EmptyList => 16,
+        Problem::UnknownBackend { .. } => 17,
+        Problem::BackendNotAllowed { .. } => 18,
+        Problem::UnknownCompiler => 19,
+        Problem::UnknownKey { .. } => 20,
+        Problem::MisplacedKey => 21,
+        Problem::UnknownPhase => 22,
+        Problem::RepeatedKey => 23,
+        Problem::SizesDisagree { .. } => 24,
+        Problem::CompilerUnused { .. } => 25,
+        Problem::UnknownOption => 26,
+        Problem::OptionsDisagree { .. } => 27,
+        Problem::RuleForbids { .. } => 28,
+        Problem::RuleOutweighed { .. } => 29,
+        Problem::RepeatedRule => 30,
+        Problem::NoMaximum { .. } => 31,
+        Problem::NoBytesPerSize => 32,
+        Problem::NoBytesOfSize => 33,
+        Problem::NegativeBytes => 34,
+        Problem::UnknownPreset => 35,
+        Problem::StepTooLarge { .. } => 36,
     }
 }
 
@@ -56,6 +56,7 @@ fn number_of_type(expected: &Expected) -> usize {
         Expected::State => 7,
         Expected::Bytes => 8,
         Expected::BytesPerSize => 9,
+        Expected::Integer => 10,
     }
 }
 
@@ -82,6 +83,8 @@ fn samples() -> Vec<Issue> {
         ("decode.max_bs", text("four"), Problem::WrongType(Expected::Size)),
         ("decode.max_bs", text("4"), Problem::WrongType(Expected::Size)),
         ("decode.bs", Value::Int(4), Problem::WrongType(Expected::Sizes)),
+        ("decode.max_bs", Value::Date("1979-05-27".into()), Problem::WrongType(Expected::Size)),
+        ("raw", Value::Float(1.5), Problem::WrongType(Expected::Integer)),
         ("padding", Value::Int(1), Problem::WrongType(Expected::Flag)),
         ("decode", Value::List(vec![]), Problem::WrongType(Expected::Object(keys()))),
         ("decode", text("disabled"), Problem::WrongType(Expected::Object(keys()))),
@@ -140,7 +143,7 @@ fn reasons() -> [(u32, Reason); 5] {
 #[test]
 fn there_is_a_sample_of_every_problem() {
     let numbers: BTreeSet<usize> = samples().iter().map(|issue| number(&issue.problem)).collect();
-    assert_eq!(numbers, (0..36).collect());
+    assert_eq!(numbers, (0..37).collect());
     // The same for the reasons why a size is dropped.
     let kinds: BTreeSet<u8> = reasons()
         .iter()
@@ -181,6 +184,10 @@ fn every_sentence_reads_as_in_this_table() {
     decode.bs: `4` is an integer, not a list of integers from 1 to 1048576 [wrong-type]
       hint: write `[4]`
       allowed: a list of integers from 1 to 1048576
+    decode.max_bs: `1979-05-27` is a date or time, not an integer from 1 to 1048576 [wrong-type]
+      allowed: an integer from 1 to 1048576
+    raw: `1.5` is a float, not an integer [wrong-type]
+      allowed: an integer
     padding: `1` is an integer, not `true` or `false` [wrong-type]
       allowed: `true` or `false`
     decode: `[]` is a list, not an object with the keys `backend`, `max_bs`, `bs` and `tc_compiler` [wrong-type]
