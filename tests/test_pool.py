@@ -20,6 +20,7 @@ from devicegraph import (
     SlotError,
     share_input_buffer,
 )
+from odd_tensors import not_dense, without_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +107,28 @@ def test_each_view_has_its_own_shape() -> None:
     square = share_input_buffer("x", torch.zeros(4, 2, dtype=torch.int64))
     assert (tuple(flat.shape), tuple(square.shape)) == ((8,), (4, 2))
     assert square.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer", "told"),
+    [
+        ("ids", [1], "slot `ids`: a `list` cannot be pooled [not-a-tensor]"),
+        (1, torch.zeros(2), "`1` is no name of an input [bad-name]"),
+        (None, torch.zeros(2), "`None` is no name of an input [bad-name]"),
+        *(
+            ("x", tensor, f"slot `x`: a {kind} cannot be pooled [not-a-tensor]")
+            for tensor, kind in not_dense().values()
+        ),
+        *(
+            ("x", tensor, "slot `x`: the buffer has no memory [not-a-tensor]")
+            for tensor in without_memory(torch.ones(3)).values()
+        ),
+    ],
+)
+def test_what_is_no_memory_under_a_name_is_not_pooled(name: Any, buffer: Any, told: str) -> None:
+    with pytest.raises(SlotError) as caught:
+        share_input_buffer(name, buffer)
+    assert str(caught.value).split("\n")[0] == told
 
 
 def test_a_buffer_made_in_inference_mode_can_be_written_everywhere() -> None:

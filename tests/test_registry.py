@@ -8,6 +8,7 @@ import types
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,11 @@ from devicegraph import (
     GraphSlot,
     PaddingPolicy,
     SlotError,
+    build_decode_registry,
     reset_index_buffers,
 )
 from devicegraph.fill import ForeachExecutor
+from odd_tensors import not_dense, without_memory
 
 KEEP_PAD, FILL_SENTINEL, ZERO = PaddingPolicy.KEEP_PAD, PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO
 FOREACH_COPY, FILL_ONCE = PaddingPolicy.FOREACH_COPY, PaddingPolicy.FILL_ONCE
@@ -291,6 +294,27 @@ REFUSED = {
     "a required field that is missing": Case(
         by_token("bad", required=True), None, OF + "the batch lacks this required field [field-missing]"
     ),
+    "a tensor that is only declared, where any device will do": Case(
+        by_token("bad", dtype=torch.float32, source_device="any"),
+        torch.ones(3, device="meta"),
+        OF + "the source has no memory [not-a-tensor] | hint: pass a dense tensor",
+    ),
+    **{
+        f"a tensor that is {name}": Case(
+            by_token("bad", dtype=torch.float32),
+            source,
+            OF + f"the source is a {kind} [not-a-tensor] | hint: pass a dense tensor",
+        )
+        for name, (source, kind) in not_dense().items()
+    },
+    **{
+        f"a tensor that is {name}": Case(
+            by_token("bad", dtype=torch.float32),
+            source,
+            OF + "the source has no memory [not-a-tensor] | hint: pass a dense tensor",
+        )
+        for name, source in without_memory(torch.ones(3)).items()
+    },
 }
 
 
@@ -331,6 +355,11 @@ def test_a_refusal_has_both_sides_to_read() -> None:
         ({"raw_bs": True}, "`raw_bs`: True is no size [not-a-size]"),
         ({"padded_bs": 6.5}, "`padded_bs`: 6.5 is no size [not-a-size]"),
         ({"padded_bs": [6]}, "`padded_bs`: [6] is no size [not-a-size]"),
+        ({"raw_bs": np.True_}, "`raw_bs`: np.True_ is no size [not-a-size]"),
+        ({"raw_bs": torch.tensor(True)}, "`raw_bs`: tensor(True) is no size [not-a-size]"),
+        ({"raw_bs": torch.arange(3)}, "`raw_bs`: tensor([0, 1, 2]) is no size [not-a-size]"),
+        ({"raw_bs": 10**80}, f"`raw_bs`: 1{'0' * 59}... is no size [not-a-size]"),
+        ({"raw_bs": 10**9999}, "`raw_bs`: <class 'int'> is no size [not-a-size]"),
     ],
 )
 def test_sizes_that_are_no_step_are_refused(change: dict[str, Any], message: str) -> None:
@@ -343,11 +372,76 @@ def test_sizes_that_are_no_step_are_refused(change: dict[str, Any], message: str
 
 
 def test_what_was_checked_once_is_checked_again_where_it_changes() -> None:
-    registry = registry_of(by_token("ids", dtype=torch.int32))
-    registry.fill_from({"ids": torch.arange(3, dtype=torch.int32)}, **sizes(3, 6))
-    for source in (torch.arange(3), torch.arange(2, dtype=torch.int32), torch.arange(3, device="meta"), [1, 2, 3]):
+    registry = registry_of(by_token("x", dtype=torch.float32))
+    registry.fill_from({"x": torch.ones(3)}, **sizes(3, 6))
+    others = [
+        torch.arange(3),
+        torch.ones(2),
+        torch.ones(3, device="meta"),
+        [1, 2, 3],
+        *without_memory(torch.ones(3)).values(),
+    ]
+    for source in (*others, *(source for source, _ in not_dense().values())):
         with pytest.raises(SlotError):
-            registry.fill_from({"ids": source}, **sizes(3, 6))
+            registry.fill_from({"x": source}, **sizes(3, 6))
+    assert registry.get_slot("x").buffer.tolist()[:6] == [1, 1, 1, 0, 0, 0]
+
+
+# Sizes
+
+
+class Stands:
+    """Stands for an integer."""
+
+    def __init__(self, number: object) -> None:
+        self.number = number
+
+    def __index__(self) -> Any:
+        return self.number
+
+
+@pytest.mark.parametrize("make", [int, np.int64, np.uint8, np.array, torch.tensor, Stands])
+def test_whatever_stands_for_an_integer_is_a_size(make: Any) -> None:
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=make(4), max_num_tokens=make(8))
+    assert [(type(size), size) for size in (registry.max_bs, registry.max_num_tokens)] == [(int, 4), (int, 8)]
+    seen: list[FillContext] = []
+    slot = GraphSlot("ids", lambda bs, tokens: (make(tokens),), torch.int64, padding_policy=ZERO)
+    count = GraphSlot(
+        "count", lambda bs, tokens: [make(1)], torch.int64, axis="none", value_fn=lambda c: seen.append(c) or 7
+    )
+    for each in (slot, count, planes()):
+        registry.register_slot(each)
+    batch = {"ids": torch.arange(1, 4)}
+    for _ in range(2):
+        slot.buffer.fill_(5)
+        registry.fill_from(batch, **{name: make(size) for name, size in sizes(3, 4).items()})
+        assert slot.buffer.tolist() == [1, 2, 3, 0, 5, 5, 5, 5]
+    assert {type(size) for context in seen for size in context[:4]} == {int}
+    bucket = {"padded_bs": make(4), "padded_num_tokens": make(4)}
+    assert registry.views(**bucket)["ids"] is registry.views(padded_bs=4, padded_num_tokens=4)["ids"]
+    shown = registry.extract_buffer(**bucket, forward_batch_template=batch)
+    assert (type(shown["batch_size"]), shown["batch_size"], shown["ids"].shape) == (int, 4, (4,))
+    assert registry.get_slot("mrope_positions").slice_for(make(4), make(4)).shape == (3, 4)
+    decode = build_decode_registry(device="cpu", max_bs=make(4), max_num_token=make(8), seq_len_fill_value=1)
+    assert decode.get_slot("seq_lens").buffer.shape == (4,)
+
+
+def test_what_is_kept_for_a_size_is_not_found_by_what_equals_it() -> None:
+    registry = registry_of(by_token("ids"))
+    batch, bucket = {"ids": torch.arange(1)}, {"padded_bs": 1, "padded_num_tokens": 1}
+    registry.fill_from(batch, **sizes(1, 1))
+    registry.views(**bucket)
+    for one in (True, 1.0, Stands(True), "1", None):
+        for name in sizes(1, 1):
+            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
+                registry.fill_from(batch, **{**sizes(1, 1), name: one})
+        for name in bucket:
+            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
+                registry.views(**{**bucket, name: one})
+            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
+                registry.extract_buffer(**{**bucket, name: one}, forward_batch_template=batch)
+            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
+                registry.get_slot("ids").slice_for(*{**bucket, name: one}.values())
 
 
 def test_steps_that_take_turns_at_one_size_are_each_prepared_once() -> None:
@@ -622,6 +716,21 @@ def test_a_slot_belongs_to_one_registry() -> None:
     )
 
 
+def test_only_a_slot_is_registered() -> None:
+    with pytest.raises(SlotError) as caught:
+        registry_of("ids")  # type: ignore[arg-type]
+    assert told(caught.value) == "`'ids'` is no slot [not-a-slot] | hint: pass a `GraphSlot`"
+
+
+def test_buffers_that_memory_cannot_address_are_refused_and_smaller_ones_are_not() -> None:
+    registry = registry_of(max_bs=2**63 - 1)
+    with pytest.raises(SlotError, match=r"is more than memory can address \[bad-shape\]"):
+        registry.register_slot(by_request("lens"))
+    slot = registry.register_slot(GraphSlot("ids", lambda bs, tokens: (tokens,), torch.int64))
+    registry.fill_from({"ids": torch.arange(3)}, raw_bs=1, padded_bs=2**62, raw_num_tokens=3, padded_num_tokens=8)
+    assert slot.buffer.tolist()[:3] == [0, 1, 2]
+
+
 def test_a_later_slot_moves_nothing() -> None:
     registry = registry_of(by_token("ids"))
     before = registry.views(padded_bs=4, padded_num_tokens=4)["ids"].data_ptr()
@@ -662,7 +771,44 @@ AS_DIMENSION = (
         ),
         (
             GraphSlot("x", lambda bs, tokens: tokens, torch.int64),  # type: ignore[arg-type, return-value]
-            "slot `x`: `shape_fn` gave `8` [bad-shape] | hint: return a tuple of integers",
+            "slot `x`: `shape_fn` gave `8` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (-1, tokens), torch.int64),
+            "slot `x`: `shape_fn` gave `(-1, 8)` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (tokens / 1,), torch.int64),  # type: ignore[arg-type, return-value]
+            "slot `x`: `shape_fn` gave `(8.0,)` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (True, tokens), torch.int64),
+            "slot `x`: `shape_fn` gave `(True, 8)` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: "8", torch.int64),  # type: ignore[arg-type, return-value]
+            "slot `x`: `shape_fn` gave `'8'` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (2**70,), torch.int64),
+            "slot `x`: `shape_fn` gave `(1180591620717411303424,)` [bad-shape] | hint: return a tuple of sizes",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (2**60, tokens), torch.bool, axis="none"),
+            "slot `x`: shape [1152921504606846976, 8] is more than memory can address [bad-shape]",
+        ),
+        (
+            GraphSlot("x", lambda bs, tokens: (tokens,) * (tokens - 6), torch.int64),
+            "slot `x`: `shape_fn` gave 2 dimensions, and 3 for one more along `tokens` [bad-shape] | hint: return as "
+            "many dimensions for every size",
+        ),
+        (
+            by_token("x", slice_fn=lambda buffer, n: buffer[:n].to_sparse()),
+            f"slot `x`: `slice_fn` gave something else than the buffer's first rows at size 0 {NO_PREFIX}",
+        ),
+        (
+            by_token("x", slice_fn=lambda buffer, n: torch._neg_view(buffer)[:n]),
+            f"slot `x`: `slice_fn` gave something else than the buffer's first rows at size 0 {NO_PREFIX}",
         ),
         (
             GraphSlot("x", lambda bs, tokens: (tokens, 0), torch.int64),
@@ -745,7 +891,15 @@ def bad_buffers() -> dict[str, tuple[Any, str]]:
             "hint: make it under `torch.inference_mode(False)`",
         ),
         "expanded": (torch.zeros(1, dtype=torch.int64).expand(8), shared),
-        "no tensor": ([0] * 8, of + "a `list` cannot be its buffer [not-a-tensor] | hint: bind a tensor"),
+        "no tensor": ([0] * 8, of + "a `list` cannot be its buffer [not-a-tensor] | hint: bind a dense tensor"),
+        "no memory": (
+            without_memory(torch.zeros(8, dtype=torch.int64))["freed"],
+            of + "the bound tensor has no memory [not-a-tensor] | hint: bind a dense tensor",
+        ),
+        **{
+            name: (tensor, of + f"a {kind} cannot be its buffer [not-a-tensor] | hint: bind a dense tensor")
+            for name, (tensor, kind) in not_dense().items()
+        },
     }  # fmt: skip
 
 
@@ -802,12 +956,21 @@ def test_two_slots_of_a_registry_share_no_memory() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_bs": 0}, "`max_bs`: 0 is no size [bad-capacity] | hint: use an integer of at least 1"),
+        ({"max_bs": 0}, "`max_bs`: 0 is no size [bad-capacity] | hint: use an integer from 1 to 2**63 - 1"),
         (
             {"max_num_tokens": True},
-            "`max_num_tokens`: True is no size [bad-capacity] | hint: use an integer of at least 1",
+            "`max_num_tokens`: True is no size [bad-capacity] | hint: use an integer from 1 to 2**63 - 1",
         ),
+        (
+            {"max_bs": 2**64},
+            "`max_bs`: 18446744073709551616 is no size [bad-capacity] | hint: use an integer from 1 to 2**63 - 1",
+        ),
+        ({"max_bs": 10**9999}, "`max_bs`: <int> is no size [bad-capacity] | hint: use an integer from 1 to 2**63 - 1"),
+        ({"max_bs": "4"}, "`max_bs`: '4' is no size [bad-capacity] | hint: use an integer from 1 to 2**63 - 1"),
         ({"device": "abacus"}, "`abacus` is no device of this machine [bad-device]"),
+        ({"device": None}, "`None` is no device of this machine [bad-device]"),
+        ({"device": 2**70}, "`1180591620717411303424` is no device of this machine [bad-device]"),
+        ({"share_pool": "x"}, "`share_pool`: `'x'` is no flag [bad-option] | hint: use True or False"),
     ],
 )
 def test_a_registry_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:

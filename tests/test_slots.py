@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,40 @@ ZERO = PaddingPolicy.ZERO
         ({"pad_value": 2, "dtype": torch.bool}, "slot `input_ids`: `2` is no `bool` [bad-pad-value]"),
         ({"pad_value": 1e6, "dtype": torch.float16}, "slot `input_ids`: `1000000.0` is no `float16` [bad-pad-value]"),
         ({"pad_value": None}, "slot `input_ids`: `None` is no `int64` [bad-pad-value]"),
+        ({"pad_value": "0"}, "slot `input_ids`: `'0'` is no `int64` [bad-pad-value]"),
+        (
+            {"pad_value": 10**400, "dtype": torch.float32},
+            f"slot `input_ids`: `1{'0' * 59}...` is no `float32` [bad-pad-value]",
+        ),
+        ({"pad_value": -(10**400)}, f"slot `input_ids`: `-1{'0' * 58}...` is no `int64` [bad-pad-value]"),
+        ({"pad_value": 10**9999}, "slot `input_ids`: `<int>` is no `int64` [bad-pad-value]"),
+        (
+            {"axis": np.array(["bs", "tokens"])},
+            "slot `input_ids`: `array(['bs', 'tokens'], dtype='<U6')` is no axis [bad-axis] | hint: use `bs`, `tokens` "
+            "or `none`",
+        ),
+        ({"axis": None}, "slot `input_ids`: `None` is no axis [bad-axis] | hint: use `bs`, `tokens` or `none`"),
+        (
+            {"device": "abacus"},
+            "slot `input_ids`: `abacus` is no device [bad-device] | hint: write it as `cuda:0` or `cpu`",
+        ),
+        (
+            {"device": 1.5},
+            "slot `input_ids`: `1.5` is no device [bad-device] | hint: write it as `cuda:0` or `cpu`",
+        ),
+        (
+            {"device": 2**70},
+            "slot `input_ids`: `1180591620717411303424` is no device [bad-device] | hint: write it as `cuda:0` or "
+            "`cpu`",
+        ),
+        *(
+            (
+                {flag: value},
+                f"slot `input_ids`: `{flag}`: `{value!r}` is no flag [bad-option] | hint: use True or False",
+            )
+            for flag in ("required", "copy_from_fb", "enabled", "allow_narrowing")
+            for value in ("x", 1, None, np.array([1, 2]))
+        ),
         ({"shape_fn": None}, "slot `input_ids`: `shape_fn` is not callable [bad-option]"),
         ({"post_fill": 1}, "slot `input_ids`: `post_fill` is not callable [bad-option]"),
         (
@@ -85,6 +120,21 @@ ZERO = PaddingPolicy.ZERO
         (
             {"source_device": "cuda"},
             "slot `input_ids`: `cuda` is no place for a source [bad-option] | hint: use None, `cpu` or `any`",
+        ),
+        (
+            {"source_device": torch.device("cpu")},
+            "slot `input_ids`: `device(type='cpu')` is no place for a source [bad-option] | hint: use None, `cpu` or "
+            "`any`",
+        ),
+        (
+            {"source_device": np.array(["cpu", "any"])},
+            "slot `input_ids`: `array(['cpu', 'any'], dtype='<U3')` is no place for a source [bad-option] | hint: use "
+            "None, `cpu` or `any`",
+        ),
+        (
+            {"trailing": np.array([1, 2])},
+            "slot `input_ids`: `array([1, 2])` is no rule for the last dimension [bad-option] | hint: use `exact` or "
+            "`prefix`",
         ),
         (
             {"trailing": "suffix"},
@@ -112,6 +162,29 @@ def test_the_signature_is_the_ancestors_with_the_rest_by_keyword() -> None:
     assert (plain.axis, plain.padding_policy, plain.pad_value) == ("tokens", PaddingPolicy.KEEP_PAD, 0)
     assert plain.copy_from_fb
     assert plain.enabled
+
+
+class Seven(int):
+    def __repr__(self) -> str:
+        return "0"
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "dtype", "kept"),
+    [
+        (7, torch.float32, 7.0),
+        (10**30, torch.float32, 1e30),
+        (True, torch.int32, 1),
+        (1, torch.bool, True),
+        (Seven(7), torch.int64, 7),
+        (2**64 - 1, torch.uint64, 2**64 - 1),
+    ],
+)
+def test_a_pad_value_is_kept_as_the_plain_number_of_its_dtype(pad_value: Any, dtype: torch.dtype, kept: Any) -> None:
+    padded = slot(pad_value=pad_value, dtype=dtype, padding_policy=PaddingPolicy.FILL_ONCE)
+    assert (type(padded.pad_value), padded.pad_value) == (type(kept), kept)
+    CudaGraphBufferRegistry(device="cpu", max_bs=2, max_num_tokens=2).register_slot(padded)
+    assert padded.buffer.tolist() == torch.tensor([kept, kept], dtype=dtype).tolist()
 
 
 def test_a_slot_does_not_change() -> None:

@@ -7,7 +7,7 @@ step left, or are `ZERO`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -27,8 +27,8 @@ ZERO, SENTINEL = PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL
 def build_decode_registry(
     *,
     device: torch.device | str | int,
-    max_bs: int,
-    max_num_token: int,
+    max_bs: SupportsIndex,
+    max_num_token: SupportsIndex,
     seq_len_fill_value: int,
     cache_loc_dtype: torch.dtype = torch.int64,
     share_pool: bool = False,
@@ -59,8 +59,8 @@ def build_decode_registry(
 def build_prefill_registry(
     *,
     device: torch.device | str | int,
-    max_bs: int,
-    max_num_token: int,
+    max_bs: SupportsIndex,
+    max_num_token: SupportsIndex,
     cache_loc_dtype: torch.dtype = torch.int64,
     share_pool: bool = False,
     source: Any = None,
@@ -84,8 +84,8 @@ def build_prefill_registry(
 def build_eager_registry(
     *,
     device: torch.device | str | int,
-    max_bs: int,
-    max_num_token: int,
+    max_bs: SupportsIndex,
+    max_num_token: SupportsIndex,
     seq_len_fill_value: int = 1,
     cache_loc_dtype: torch.dtype = torch.int64,
     share_pool: bool = False,
@@ -153,8 +153,8 @@ def _registry(
     label: str,
     slots: Iterable[GraphSlot],
     device: torch.device | str | int,
-    max_bs: int,
-    max_num_token: int,
+    max_bs: SupportsIndex,
+    max_num_token: SupportsIndex,
     share_pool: bool,
     source: Any,
 ) -> CudaGraphBufferRegistry:

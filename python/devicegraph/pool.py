@@ -14,7 +14,7 @@ import torch
 
 from devicegraph._core import PoolLedger
 from devicegraph.errors import SlotError
-from devicegraph.slots import GraphSlot, PaddingPolicy, fault, name_of, row_major
+from devicegraph.slots import GraphSlot, PaddingPolicy, fault, has_memory, name_of, row_major, shown, unmovable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ class InputBufferPool:
             holds its memory until this tensor and all views of it are gone.
 
         Raises:
-            SlotError: `not-contiguous`, `requires-grad` or `unsupported-dtype`.
+            SlotError: `bad-name`, `not-a-tensor`, `not-contiguous`, `requires-grad` or `unsupported-dtype`.
         """
         _check_poolable(name, new_buffer)
         with torch.inference_mode(False), torch.no_grad():
@@ -170,7 +170,14 @@ class InputBufferPool:
         return f"<InputBufferPool of {len(self)} buffers, {self.total_bytes} bytes>"
 
 
-def _check_poolable(name: str, buffer: torch.Tensor) -> None:
+def _check_poolable(name: object, buffer: torch.Tensor) -> None:
+    if not isinstance(name, str):
+        raise SlotError(f"`{shown(name)}` is no name of an input", code="bad-name", hint="use text, as `input_ids`")
+    kind = unmovable(buffer)
+    if kind is not None:
+        raise fault(name, "not-a-tensor", f"a `{kind}` cannot be pooled", hint="pass a dense tensor")
+    if not buffer.is_meta and not has_memory(buffer):
+        raise fault(name, "not-a-tensor", "the buffer has no memory", hint="pass a dense tensor")
     if not buffer.is_contiguous():
         raise fault(name, "not-contiguous", "a pooled buffer must be contiguous", hint="pass a contiguous tensor")
     if buffer.requires_grad:
@@ -215,7 +222,7 @@ def share_input_buffer(name: str, new_buffer: torch.Tensor) -> torch.Tensor:
         The buffer to use from now on: `new_buffer` itself, or a view of its shape on the memory that is there.
 
     Raises:
-        SlotError: `not-contiguous`, `requires-grad` or `unsupported-dtype`.
+        SlotError: `bad-name`, `not-a-tensor`, `not-contiguous`, `requires-grad` or `unsupported-dtype`.
     """
     return input_buffer_pool.share(name, new_buffer)
 

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from devicegraph._core import SlotLayout
+from devicegraph._core import SlotLayout, as_size
 from devicegraph.errors import SlotError
-from devicegraph.slots import GraphSlot, buffer_of, fault, name_of
+from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, name_of, shown, unmovable, worded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-
 __all__ = ["check_bound", "find_shape", "lay_out", "numbered", "span_bytes"]
+
+#: Torch counts the bytes of a tensor in 64 bits with a sign.
+MOST_BYTES = 2**63 - 1
 
 
 def find_shape(slot: GraphSlot, max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
     """The whole buffer's shape.
 
     Raises:
-        SlotError: `bad-shape`: `shape_fn` gives no sequence of integers, or grows with the axis along another dimension
-            than the one that is cut.
+        SlotError: `bad-shape`: `shape_fn` gives no sequence of sizes, more than memory can address, or something that
+            grows with the axis along another dimension than the one that is cut.
     """
     shape = _asked(slot, max_bs, max_num_tokens)
+    if math.prod(shape) * slot.dtype.itemsize > MOST_BYTES:
+        raise fault(slot.name, "bad-shape", f"shape {list(shape)} is more than memory can address")
     if slot.axis != "none" and slot.slice_fn is None and len(shape) > 1:
         more = _asked(slot, max_bs + (slot.axis == "bs"), max_num_tokens + (slot.axis == "tokens"))
+        if len(more) != len(shape):
+            what = f"`shape_fn` gave {len(shape)} dimensions, and {len(more)} for one more along `{slot.axis}`"
+            raise fault(slot.name, "bad-shape", what, hint="return as many dimensions for every size")
         grown = [dim for dim, (size, larger) in enumerate(zip(shape, more, strict=True)) if size != larger]
         if grown and 0 not in grown:
             what = f"shape {list(shape)} grows with `{slot.axis}` along dimension {grown[0]}, but dimension 0 is cut"
@@ -94,9 +103,9 @@ def check_bound(
         SlotError: `not-a-tensor`, `bound-shape`, `bound-dtype`, `bound-device`, `bound-inference`, `bound-grad` or
             `bound-overlap`.
     """
-    if not isinstance(bound, torch.Tensor):
-        what = f"a `{type(bound).__name__}` cannot be its buffer"
-        raise fault(slot.name, "not-a-tensor", what, hint="bind a tensor")
+    kind = unmovable(bound)
+    if kind is not None:
+        raise fault(slot.name, "not-a-tensor", f"a `{kind}` cannot be its buffer", hint="bind a dense tensor")
     sides: tuple[tuple[str, object, object], ...] = (
         ("shape", list(shape), list(bound.shape)),
         ("dtype", name_of(slot.dtype), name_of(bound.dtype)),
@@ -106,6 +115,8 @@ def check_bound(
         if given != expected:
             text = f"the bound tensor has {what} {given}, expected {expected}"
             raise fault(slot.name, f"bound-{what}", text, expected=expected, given=given)
+    if not bound.is_meta and not has_memory(bound):
+        raise fault(slot.name, "not-a-tensor", "the bound tensor has no memory", hint="bind a dense tensor")
     if bound.is_inference():
         what = "the bound tensor was made in `inference_mode` and cannot be written outside it"
         raise fault(slot.name, "bound-inference", what, hint="make it under `torch.inference_mode(False)`")
@@ -126,10 +137,10 @@ def numbered(device: torch.device | str | int) -> torch.device:
         SlotError: `bad-device`: no device, or none that this machine and this torch have.
     """
     try:
-        return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        message = f"`{device}` is no device of this machine"
-        raise SlotError(message, code="bad-device", given=str(device)) from error
+        return torch.empty(0, device=torch.device(device)).device
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        message = f"`{worded(device)}` is no device of this machine"
+        raise SlotError(message, code="bad-device", given=worded(device)) from error
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -155,10 +166,16 @@ class _Rows(NamedTuple):
 
 def _asked(slot: GraphSlot, max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
     shape: Any = slot.shape_fn(max_bs, max_num_tokens)
-    whole = isinstance(shape, (tuple, list)) and all(isinstance(n, int) and not isinstance(n, bool) for n in shape)
-    if not whole:
-        raise fault(slot.name, "bad-shape", f"`shape_fn` gave `{shape}`", hint="return a tuple of integers")
-    return tuple(shape)
+    refusal = fault(slot.name, "bad-shape", f"`shape_fn` gave `{shown(shape)}`", hint="return a tuple of sizes")
+    if not isinstance(shape, Sequence):
+        raise refusal
+    try:
+        sizes = tuple(as_size("shape", size) for size in shape)
+    except SlotError as error:
+        raise refusal from error
+    if any(size < 0 for size in sizes):
+        raise refusal
+    return sizes
 
 
 def _find_rows(slot: GraphSlot, buffer: torch.Tensor, capacity: int) -> _Rows:
@@ -215,7 +232,7 @@ def _find_rows(slot: GraphSlot, buffer: torch.Tensor, capacity: int) -> _Rows:
 
 def _starts_like(cut: Any, buffer: torch.Tensor) -> bool:
     return (
-        isinstance(cut, torch.Tensor)
+        unmovable(cut) is None
         and cut.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         and cut.storage_offset() == buffer.storage_offset()
         and cut.dtype == buffer.dtype

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
-from devicegraph._core import FillPlanner
+from devicegraph._core import FillPlanner, as_size
 from devicegraph.batches import read_fields, replaced
 from devicegraph.errors import SlotError
 from devicegraph.fill import FillExecutor, ForeachExecutor, HostValues
 from devicegraph.pool import input_buffer_pool
 from devicegraph.registration import check_bound, find_shape, lay_out, numbered
-from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of
+from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, shown, unchecked
 from devicegraph.steps import PreparedSteps, remember
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
@@ -26,10 +26,18 @@ class CudaGraphBufferRegistry:
     of `inference_mode`. Fills are queued on the current stream of each buffer's device and do not wait for it, but
     where a slot's `source_device` lets a source be on the other side of the host. Fills of one registry write the same
     memory: whoever fills on several streams, or threads, orders them.
+
+    A size is an integer, or an object that stands for one (`__index__`), such as a scalar of an array library. A tensor
+    stands for one too; reading one that is on a device waits for it.
     """
 
     def __init__(
-        self, *, device: torch.device | str | int, max_bs: int, max_num_tokens: int, share_pool: bool = False
+        self,
+        *,
+        device: torch.device | str | int,
+        max_bs: SupportsIndex,
+        max_num_tokens: SupportsIndex,
+        share_pool: bool = False,
     ) -> None:
         """A registry without slots.
 
@@ -40,20 +48,18 @@ class CudaGraphBufferRegistry:
             share_pool: take buffers from the input-buffer pool, so that other registries use the same memory.
 
         Raises:
-            SlotError: `bad-device` or `bad-capacity`.
+            SlotError: `bad-device`, `bad-capacity` or `bad-option`.
         """
-        sizes: tuple[tuple[str, object], ...] = (("max_bs", max_bs), ("max_num_tokens", max_num_tokens))
-        for argument, size in sizes:
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                message = f"`{argument}`: {size!r} is no size"
-                raise SlotError(message, code="bad-capacity", hint="use an integer of at least 1", given=repr(size))
+        if not isinstance(unchecked(share_pool), bool):
+            message = f"`share_pool`: `{shown(share_pool)}` is no flag"
+            raise SlotError(message, code="bad-option", hint="use True or False", given=shown(share_pool))
+        self.max_bs = _capacity("max_bs", max_bs)
+        self.max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
         #: With its number: `cuda:0`.
         self.device = numbered(device)
-        self.max_bs = max_bs
-        self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
         #: Who this is in the printed pool; the factories put their phase here.
-        self.label = f"registry of {max_bs} requests, {max_num_tokens} tokens"
+        self.label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
         self._slots: dict[str, GraphSlot] = {}
         self._executor: FillExecutor = ForeachExecutor()
         self._values = HostValues()
@@ -73,11 +79,15 @@ class CudaGraphBufferRegistry:
             The slot itself.
 
         Raises:
-            SlotError: `duplicate-slot`; `already-registered`; a shape or `slice_fn` that cannot be
+            SlotError: `not-a-slot`; `duplicate-slot`; `already-registered`; a shape or `slice_fn` that cannot be
                 (`bad-shape`, `slice-no-prefix`, `capacity-too-small`, `bucket-not-divisible`, `empty-shape`,
-                `no-trailing-axis`, `unsupported-dtype`); a tensor that does not fit (`bound-shape`, `bound-dtype`,
-                `bound-device`, `bound-inference`, `bound-grad`, `bound-overlap`, `shared-elements`). Nothing changed.
+                `no-trailing-axis`, `unsupported-dtype`); a device that is not there (`bad-device`); a tensor that does
+                not fit (`not-a-tensor`, `bound-shape`, `bound-dtype`, `bound-device`, `bound-inference`, `bound-grad`,
+                `bound-overlap`, `shared-elements`). Nothing changed.
         """
+        if not isinstance(unchecked(slot), GraphSlot):
+            message = f"`{shown(slot)}` is no slot"
+            raise SlotError(message, code="not-a-slot", hint="pass a `GraphSlot`", given=shown(slot))
         if not slot.enabled:
             return slot
         if slot.name in self._slots:
@@ -155,10 +165,10 @@ class CudaGraphBufferRegistry:
         self,
         forward_batch: Any,
         *,
-        raw_bs: int,
-        padded_bs: int,
-        raw_num_tokens: int,
-        padded_num_tokens: int,
+        raw_bs: SupportsIndex,
+        padded_bs: SupportsIndex,
+        raw_num_tokens: SupportsIndex,
+        padded_num_tokens: SupportsIndex,
         pp_proxy_tensors: Any = None,
     ) -> None:
         """Copies a batch into the buffers and pads them up to the bucket.
@@ -183,6 +193,11 @@ class CudaGraphBufferRegistry:
                 `not-a-size`, `negative-size`, `raw-above-padded`, `above-capacity` or `bucket-not-divisible` for a
                 size.
         """
+        if not type(raw_bs) is type(padded_bs) is type(raw_num_tokens) is type(padded_num_tokens) is int:
+            # What is prepared is looked up by these, and there 1, True and 1.0 are one.
+            raw_bs, padded_bs = as_size("raw_bs", raw_bs), as_size("padded_bs", padded_bs)
+            raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
+            padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
         if torch.is_grad_enabled():
             # A source that requires grad would give the buffers a history.
             with torch.no_grad():
@@ -218,7 +233,7 @@ class CudaGraphBufferRegistry:
 
     # What a step and a graph are about
 
-    def views(self, *, padded_bs: int, padded_num_tokens: int) -> dict[str, torch.Tensor]:
+    def views(self, *, padded_bs: SupportsIndex, padded_num_tokens: SupportsIndex) -> dict[str, torch.Tensor]:
         """The rows of a bucket of every slot whose name is not dotted, by name.
 
         Returns:
@@ -227,15 +242,17 @@ class CudaGraphBufferRegistry:
         Raises:
             SlotError: `above-capacity`, `bucket-not-divisible`, `negative-size` or `not-a-size`.
         """
-        key = (padded_bs, padded_num_tokens)
+        key = (as_size("padded_bs", padded_bs), as_size("padded_num_tokens", padded_num_tokens))
         views = self._views.get(key)
         if views is None:
-            self._planner.check_bucket(padded_bs, padded_num_tokens)
+            self._planner.check_bucket(*key)
             views = {slot.name: slot.slice_for(*key) for slot in self.slots if "." not in slot.name}
             remember(self._views, key, views)
         return views.copy()
 
-    def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Any) -> Any:
+    def extract_buffer(
+        self, *, padded_bs: SupportsIndex, padded_num_tokens: SupportsIndex, forward_batch_template: Any
+    ) -> Any:
         """A shallow copy of a batch that shows the buffers: what a graph of that bucket is captured and replayed with.
 
         Args:
@@ -248,10 +265,11 @@ class CudaGraphBufferRegistry:
         Raises:
             SlotError: as for `views`; `field-not-settable` where the batch's type has no place for a computed slot.
         """
+        padded_bs = as_size("padded_bs", padded_bs)
         absent = set(self._named(~self.presence(forward_batch_template)))
         views = self.views(padded_bs=padded_bs, padded_num_tokens=padded_num_tokens)
-        shown = {name: view for name, view in views.items() if name not in absent}
-        return replaced(forward_batch_template, shown, {"batch_size": padded_bs})
+        fields = {name: view for name, view in views.items() if name not in absent}
+        return replaced(forward_batch_template, fields, {"batch_size": padded_bs})
 
     def presence(self, forward_batch: Any) -> int:
         """Which plain slots a batch has a value for: bit i stands for the i-th plain slot, in order of registration."""
@@ -281,6 +299,17 @@ class CudaGraphBufferRegistry:
             for slot in self.slots:
                 if slot.padding_policy is PaddingPolicy.ZERO:
                     buffer_of(slot).zero_()
+
+
+def _capacity(argument: str, given: SupportsIndex) -> int:
+    try:
+        size = as_size(argument, given)
+    except SlotError:
+        size = 0
+    if size < 1:
+        message = f"`{argument}`: {shown(given)} is no size"
+        raise SlotError(message, code="bad-capacity", hint="use an integer from 1 to 2**63 - 1", given=shown(given))
+    return size
 
 
 def reset_index_buffers(*registries: CudaGraphBufferRegistry) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 
-from devicegraph._core import is_slot_dtype
+from devicegraph._core import as_size, is_slot_dtype
 from devicegraph.errors import SlotError
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ class GraphSlot:
     Attributes:
         name: the batch's field. With `source_fn`, `value_fn` or `copy_from_fb=False` it may be dotted; a dotted slot is
             no field of a batch and shows in no view.
-        shape_fn: `(max_bs, max_num_tokens)` to the whole buffer's shape.
+        shape_fn: `(max_bs, max_num_tokens)` to the whole buffer's shape: a sequence of integers.
         dtype: of the buffer. Complex and quantized types are not supported.
         axis: what the rows follow: requests (`"bs"`), `"tokens"`, or `"none"`: the buffer is live as a whole.
         device: of the buffer; None for the registry's. A slot that names `"cpu"` is a declared host slot (`is_host`).
         padding_policy: see `PaddingPolicy`. `axis="none"` allows only `KEEP_PAD`.
-        pad_value: what `FILL_SENTINEL` and `FILL_ONCE` pad with, and `trailing="prefix"` under any policy.
+        pad_value: what `FILL_SENTINEL` and `FILL_ONCE` pad with, and `trailing="prefix"` under any policy. Kept as the
+            plain number that the dtype has: a float where it is one of floats.
         post_fill: `(buffer, forward_batch, context)`, called with the whole buffer after everything is copied.
         slice_fn: `(buffer, size)` to the buffer's rows at that size, where they are not its first `size` rows: a prefix
             along one dimension, whose length is `base + step * (size // unit)` for some whole numbers. Registration
@@ -98,19 +99,19 @@ class GraphSlot:
         allow_narrowing: cast sources whose dtype holds values that the slot's does not. int64 into int32 then wraps.
         trailing: `"exact"`, or `"prefix"`: a source may be shorter along the last dimension, and the rest of each live
             row gets `pad_value`.
-        value_fn: `context` to a small host value that the fill writes itself: a number for each live row, or a sequence
-            of numbers, one for each row. The slot has at most one dimension. No launch of its own once a value was
-            seen.
+        value_fn: `context` to a small host value that the fill writes itself: a number for all live rows, or a sequence
+            of numbers, at least one for each live row and at most one for each row of the bucket. The slot has at most
+            one dimension. No launch of its own once a value was seen.
     """
 
     name: str
-    shape_fn: Callable[[int, int], tuple[int, ...]]
+    shape_fn: Callable[[int, int], Sequence[SupportsIndex]]
     dtype: torch.dtype
     axis: Axis = "tokens"
     device: torch.device | str | int | None = None
     padding_policy: PaddingPolicy = PaddingPolicy.KEEP_PAD
     pad_value: HostValue = 0
-    post_fill: Callable[[torch.Tensor, Any, FillContext], None] | None = None
+    post_fill: Callable[[torch.Tensor, Any, FillContext], object] | None = None
     slice_fn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     source_fn: Callable[[Any, FillContext], torch.Tensor | None] | None = None
     copy_from_fb: bool = True
@@ -121,33 +122,42 @@ class GraphSlot:
     source_device: Literal["cpu", "any"] | None = None
     allow_narrowing: bool = False
     trailing: Literal["exact", "prefix"] = "exact"
-    value_fn: Callable[[FillContext], HostValue | list[HostValue] | tuple[HostValue, ...]] | None = None
+    value_fn: Callable[[FillContext], HostValue | Sequence[HostValue]] | None = None
     _layout: SlotLayout | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        for option in ("copy_from_fb", "enabled", "required", "allow_narrowing"):
+            value = getattr(self, option)
+            if not isinstance(value, bool):
+                what = f"`{option}`: `{shown(value)}` is no flag"
+                raise fault(self.name, "bad-option", what, hint="use True or False")
         origins = [self.source_fn is not None, self.value_fn is not None, not self.copy_from_fb]
-        name, dtype, policy = _given(self.name), _given(self.dtype), _given(self.padding_policy)
+        name, dtype, policy = unchecked(self.name), unchecked(self.dtype), unchecked(self.padding_policy)
         parts = name.split(".") if isinstance(name, str) else [""]
         if not all(part.isidentifier() for part in parts):
             raise fault(self.name, "bad-name", "the name is no identifier", hint="name a field, as `input_ids`")
         if name == "batch_size":
             raise fault(self.name, "bad-name", "the name is the batch's own size", hint="name a field, as `input_ids`")
-        if self.axis not in ("bs", "tokens", "none"):
-            raise fault(self.name, "bad-axis", f"`{self.axis}` is no axis", hint="use `bs`, `tokens` or `none`")
+        if not _is_word(self.axis, "bs", "tokens", "none"):
+            raise fault(self.name, "bad-axis", f"`{worded(self.axis)}` is no axis", hint="use `bs`, `tokens` or `none`")
         if not isinstance(dtype, torch.dtype):
-            raise fault(self.name, "bad-dtype", f"`{self.dtype}` is no dtype", hint="use a torch dtype")
+            raise fault(self.name, "bad-dtype", f"`{worded(dtype)}` is no dtype", hint="use a torch dtype")
         if not is_slot_dtype(name_of(dtype)):
             raise fault(self.name, "unsupported-dtype", f"`{name_of(dtype)}` is no slot dtype")
         if not isinstance(policy, PaddingPolicy):
             allowed = ", ".join(f"`{known.name}`" for known in PaddingPolicy)
-            raise fault(self.name, "bad-policy", f"`{policy}` is no padding policy", hint=f"use {allowed}")
+            raise fault(self.name, "bad-policy", f"`{worded(policy)}` is no padding policy", hint=f"use {allowed}")
         if self.axis == "none" and self.padding_policy is not PaddingPolicy.KEEP_PAD:
             what = f"a slot without rows has nothing to pad by `{self.padding_policy.name}`"
             raise fault(self.name, "bad-policy", what, hint='use `KEEP_PAD` with `axis="none"`')
         if self.axis == "none" and self.slice_fn is not None:
             raise fault(self.name, "bad-option", "a slot without rows has nothing to slice", hint="drop `slice_fn`")
         if not fits(self.pad_value, self.dtype):
-            raise fault(self.name, "bad-pad-value", f"`{self.pad_value}` is no `{name_of(self.dtype)}`")
+            raise fault(self.name, "bad-pad-value", f"`{shown(self.pad_value)}` is no `{name_of(self.dtype)}`")
+        object.__setattr__(self, "pad_value", as_held(self.pad_value, self.dtype))
+        if self.device is not None and not _is_device(self.device):
+            what = f"`{worded(self.device)}` is no device"
+            raise fault(self.name, "bad-device", what, hint="write it as `cuda:0` or `cpu`")
         for option in ("shape_fn", "post_fill", "slice_fn", "source_fn", "value_fn"):
             value = getattr(self, option)
             if not callable(value) and (value is not None or option == "shape_fn"):
@@ -160,11 +170,11 @@ class GraphSlot:
         if len(parts) > 1 and not any(origins):
             what = "a dotted name is no field of a batch"
             raise fault(self.name, "bad-name", what, hint="say where the rows come from, with `source_fn`")
-        if self.source_device not in (None, "cpu", "any"):
-            what = f"`{self.source_device}` is no place for a source"
+        if self.source_device is not None and not _is_word(self.source_device, "cpu", "any"):
+            what = f"`{worded(self.source_device)}` is no place for a source"
             raise fault(self.name, "bad-option", what, hint="use None, `cpu` or `any`")
-        if self.trailing not in ("exact", "prefix"):
-            what = f"`{self.trailing}` is no rule for the last dimension"
+        if not _is_word(self.trailing, "exact", "prefix"):
+            what = f"`{worded(self.trailing)}` is no rule for the last dimension"
             raise fault(self.name, "bad-option", what, hint="use `exact` or `prefix`")
 
     def __repr__(self) -> str:
@@ -188,7 +198,7 @@ class GraphSlot:
         starts_padded = self.padding_policy in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
         return self.pad_value if starts_padded else 0
 
-    def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
+    def slice_for(self, padded_bs: SupportsIndex, padded_num_tokens: SupportsIndex) -> torch.Tensor:
         """The buffer's rows at a bucket, as a view: the same address for every bucket.
 
         Raises:
@@ -196,6 +206,7 @@ class GraphSlot:
                 `bucket-not-divisible`, `negative-size`, `not-a-size`).
         """
         buffer = buffer_of(self)
+        padded_bs, padded_num_tokens = as_size("padded_bs", padded_bs), as_size("padded_num_tokens", padded_num_tokens)
         layout_of(self).padded_rows(padded_bs, padded_num_tokens)
         if self.axis == "none":
             return buffer
@@ -203,9 +214,36 @@ class GraphSlot:
         return buffer[:size] if self.slice_fn is None else self.slice_fn(buffer, size)
 
 
-def _given(value: object) -> object:
+def unchecked(value: object) -> object:
     """A value as callers really give it, whatever its annotation promises."""
     return value
+
+
+def _is_word(value: object, *words: str) -> bool:
+    # Not every object can be compared with text: an array is, element by element.
+    return isinstance(value, str) and value in words
+
+
+def _is_device(value: torch.device | str | int) -> bool:
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut where it would drown the sentence that it is in."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # not everything can be printed: an integer may have too many digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def worded(value: object) -> str:
+    """What stands where a word should: text as it is, all else as `shown` has it."""
+    return value if isinstance(value, str) else shown(value)
 
 
 def fault(
@@ -241,6 +279,36 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def kind_of(value: object) -> str | None:
+    """What a value is where it is no dense tensor; None where it is one."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if value.layout is not torch.strided:
+        return f"{value.layout} tensor"
+    return "nested tensor" if value.is_nested else None
+
+
+def unmovable(value: object) -> str | None:
+    """What a value is where its bytes are not its elements; None where they are.
+
+    Fills move bytes, so that nothing else can be a source, and write them, so that nothing else can be a buffer.
+    """
+    kind = kind_of(value)
+    if kind is not None or not isinstance(value, torch.Tensor):
+        return kind
+    # A subclass that carries out operators itself may hold its elements in any way: fake, spread, masked, scaled.
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return type(value).__name__
+    if value.is_neg():
+        return "lazily negated view"
+    return "lazily conjugated view" if value.is_conj() else None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind the elements of a dense tensor: not where it was freed, or is only declared."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def fits(value: object, dtype: torch.dtype) -> bool:
     """Whether a buffer of that dtype can be filled with a number and hold it, up to rounding."""
     if not isinstance(value, (bool, int, float)):
@@ -248,8 +316,16 @@ def fits(value: object, dtype: torch.dtype) -> bool:
     if dtype == torch.bool:
         return value in (0, 1) and not isinstance(value, float)
     if dtype.is_floating_point:
-        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        # An integer may be too large to be made a float, though not to be compared with one.
+        return abs(value) <= torch.finfo(dtype).max or (isinstance(value, float) and not math.isfinite(value))
     return not isinstance(value, float) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+
+
+def as_held(value: HostValue, dtype: torch.dtype) -> HostValue:
+    """A number that fits, as a plain one of the dtype's kind: torch takes an integer of no more than 64 bits."""
+    if dtype == torch.bool:
+        return bool(value)
+    return float(value) if dtype.is_floating_point else int(value)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

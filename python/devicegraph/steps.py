@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from devicegraph.registration import span_bytes
-from devicegraph.slots import GraphSlot, buffer_of, fault, name_of, row_major
+from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, name_of, row_major, unmovable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,8 @@ CACHE_SIZE = 1024
 
 #: Live and padded requests, live and padded tokens, and whether there is no batch to read.
 Sizes: TypeAlias = tuple[int, int, int, int, bool]
-#: All that is checked of a source but its address: dtype, shape, device, strides, and the bytes that it spans.
-Known: TypeAlias = "tuple[torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | None"
+#: All that is checked of a source but its address: class, dtype, shape, device, strides, and the bytes that it spans.
+Known: TypeAlias = "tuple[type[torch.Tensor], torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | None"
 
 
 class _Step(NamedTuple):
@@ -57,13 +57,14 @@ class PreparedSteps:
         # Where each buffer starts and ends, in order of address, with a fence at either end.
         spans = sorted((buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot))) for slot in slots)
         self._starts = [*(start for start, _ in spans), math.inf]
-        self._ends = [-math.inf, *(start + span for start, span in spans)]
+        # What has no memory starts at 0, before the first buffer: the first fence stops it.
+        self._ends = [1, *(start + span for start, span in spans)]
 
     def program(self, sizes: Sizes, sources: Sequence[Any]) -> FillProgram:
         """What carries out a step with sources like these.
 
         Args:
-            sizes: as the caller gave them.
+            sizes: plain integers and the flag.
             sources: one for each slot; None where there is none.
 
         Raises:
@@ -73,8 +74,8 @@ class PreparedSteps:
             step = self._latest.get(sizes)
             if step is not None and self._is_for(step, sources):
                 return step.program
-        except (AttributeError, RuntimeError, TypeError):
-            pass  # something is no tensor or no size: preparing the step says what
+        except (AttributeError, RuntimeError, TypeError, Warning):
+            pass  # something is no dense tensor (reading a fake one's address may warn): preparing the step says what
         return self._prepare(sizes, sources)
 
     def _is_for(self, step: _Step, sources: Sequence[Any]) -> bool:
@@ -84,40 +85,39 @@ class PreparedSteps:
                 if source is not known:
                     return False
                 continue
-            dtype, shape, device, strides, span = known
-            if source.dtype is not dtype or source.shape != shape:
+            kind, dtype, shape, device, strides, span = known
+            if type(source) is not kind or source.dtype is not dtype or source.shape != shape:
                 return False
-            if source.device != device or source.stride() != strides:
+            if source.device != device or source.stride() != strides or source.is_neg():
                 return False
             start = source.data_ptr()
             after = bisect_right(starts, start)
-            if start < ends[after] or start + span > starts[after]:
-                self._check_aliases(sources)
+            if (start < ends[after] or start + span > starts[after]) and span > 0:
+                self._check_memory(sources)
         return True
 
     def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> FillProgram:
         for slot, source in zip(self._slots, sources, strict=True):
-            if source is not None and not (isinstance(source, torch.Tensor) and source.layout is torch.strided):
-                kind = f"{source.layout} tensor" if isinstance(source, torch.Tensor) else type(source).__name__
+            kind = None if source is None else unmovable(source)
+            if kind is not None:
                 raise fault(slot.name, "not-a-tensor", f"the source is a `{kind}`", hint="pass a dense tensor")
         known: tuple[Known, ...] = tuple(
-            None if source is None else (source.dtype, source.shape, source.device, source.stride(), span_bytes(source))
+            None
+            if source is None
+            else (type(source), source.dtype, source.shape, source.device, source.stride(), span_bytes(source))
             for source in sources
         )
-        try:
-            step = self._steps.get((sizes, known))
-        except TypeError:
-            step = None  # a size that cannot even be looked up: planning refuses it
+        step = self._steps.get((sizes, known))
         if step is None:
             step = _Step(known, self._compiled(sizes, known))
             remember(self._steps, (sizes, known), step)
-        self._check_aliases(sources)
+        self._check_memory(sources)
         remember(self._latest, sizes, step)
         return step.program
 
     def _compiled(self, sizes: Sizes, known: Sequence[Known]) -> FillProgram:
         described = [
-            None if each is None else (name_of(each[0]), each[1], str(each[2]), list(each[3]) == row_major(each[1]))
+            None if each is None else (name_of(each[1]), each[2], str(each[3]), list(each[4]) == row_major(each[2]))
             for each in known
         ]
         raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
@@ -132,8 +132,8 @@ class PreparedSteps:
         with torch.inference_mode(False), torch.no_grad():
             return self._executor.compile(plan, self._slots)
 
-    def _check_aliases(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Refuses sources in memory that the fill writes, but for a slot's own rows where they are.
+    def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:
+        """Refuses sources without memory, and those in memory that the fill writes, but for a slot's own rows.
 
         Copies of one fill run in any order, or at once: a source that another copy or padding writes has no defined
         value.
@@ -141,6 +141,8 @@ class PreparedSteps:
         for slot, source in zip(self._slots, sources, strict=True):
             if source is None or source.numel() == 0:
                 continue
+            if not has_memory(source):
+                raise fault(slot.name, "not-a-tensor", "the source has no memory", hint="pass a dense tensor")
             for other in self._slots:
                 buffer = buffer_of(other)
                 starts = (source.data_ptr(), buffer.data_ptr())
