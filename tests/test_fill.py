@@ -104,7 +104,9 @@ def steps(draw: st.DrawFn, declared: list[Declared]) -> Step:
             any_rows = slot.source_fn is not None or slot.value_fn is not None
             shape[each.dim] = draw(st.integers(0, each.rows(padded))) if any_rows else each.rows(raw)
         if slot.value_fn is not None:
-            numbers = draw(st.lists(st.integers(0, 1), min_size=shape[0], max_size=shape[0]))
+            # One for each live row at least, and whatever more the bucket has room for.
+            length = shape[0] if slot.axis == "none" else max(shape[0], each.rows(raw))
+            numbers = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
             values[slot.name] = draw(st.sampled_from([numbers, tuple(numbers), 1]))
             continue
         if slot.trailing == "prefix":
@@ -308,9 +310,84 @@ def test_a_number_is_for_each_live_row_and_a_sequence_has_one_for_each_row() -> 
 
     counts = by_token("counts", torch.int32, value_fn=value, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=9)
     registry = registry_of(counts)
-    for given_value, after in ((3, [3, 3, 9, 9]), ([4, 5, 6], [4, 5, 6, 9]), ((), [9, 9, 9, 9]), (True, [1, 1, 9, 9])):
+    for given_value, after in (
+        (3, [3, 3, 9, 9]), ([4, 5, 6], [4, 5, 6, 9]), ((7, 8), [7, 8, 9, 9]), (range(2), [0, 1, 9, 9]),
+        (True, [1, 1, 9, 9]),
+    ):  # fmt: skip
         registry.fill_from({}, **sizes(2, 4), pp_proxy_tensors=given_value)
         assert counts.buffer.tolist()[:4] == after
+    registry.fill_from({}, **sizes(0, 4), pp_proxy_tensors=[])
+    assert counts.buffer.tolist()[:4] == [9] * 4
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_sequence_that_has_no_number_for_a_live_row_is_refused_before_anything_is_written(
+    length: int, is_warm: bool
+) -> None:
+    counts = by_token("counts", torch.int32, value_fn=lambda context: [7] * context.pp_proxy_tensors)
+    registry = registry_of(by_token("ids"), counts)
+    batch = {"ids": torch.arange(1, 3)}
+    if is_warm:
+        registry.fill_from({"ids": torch.arange(length)}, **sizes(length, 4), pp_proxy_tensors=length)
+    before = [slot.buffer.tolist() for slot in registry.slots]
+    with pytest.raises(SlotError) as caught:
+        registry.fill_from(batch, **sizes(2, 4), pp_proxy_tensors=length)
+    error = caught.value
+    assert str(error) == (
+        f"slot `counts`: `value_fn` gave a sequence of length {length} for 2 live rows [bad-value]\n\n"
+        "hint: give a number for each, or a single one for all of them"
+    )
+    assert (error.expected, error.given) == ("at least 2", str(length))
+    assert [slot.buffer.tolist() for slot in registry.slots] == before
+
+
+class Number(int):
+    """An integer that prints as another."""
+
+    def __repr__(self) -> str:
+        return "0"
+
+
+@pytest.mark.parametrize("as_sequence", [False, True])
+def test_values_that_are_equal_are_still_told_apart(as_sequence: bool) -> None:
+    given_value: list[Any] = []
+    options: dict[str, Any] = {
+        "axis": "none",
+        "value_fn": lambda context: given_value if as_sequence else given_value[0],
+    }
+    scale = GraphSlot("scale", lambda bs, tokens: (1,), torch.float32, **options)
+    registry = registry_of(scale)
+
+    def filled(value: object) -> bytes:
+        given_value[:] = [value]
+        registry.fill_from({"nothing": 0}, **sizes(1, 1))
+        return bytes(raw_bytes(scale.buffer))
+
+    for value in (0.0, -0.0, False, 0, 1, True, 1.0, Number(7), float("nan"), float("-inf"), 10**30, -0.0):
+        assert filled(value) == bytes(raw_bytes(torch.tensor([float(value)]))), value
+    with mock.patch.object(fill, "_tensor_of", side_effect=AssertionError("made again")):
+        for value in (0.0, -0.0, float("nan"), Number(7)):
+            filled(value)
+
+
+def test_a_value_that_a_dtype_cannot_hold_is_refused_whatever_it_equals() -> None:
+    count = GraphSlot(
+        "count", lambda bs, tokens: (1,), torch.int32, axis="none", value_fn=lambda context: context.pp_proxy_tensors
+    )
+    registry = registry_of(count)
+    for held in (1, True, [1]):
+        registry.fill_from({"nothing": 0}, **sizes(1, 1), pp_proxy_tensors=held)
+    for refused in (1.0, [1.0], "1", b"1"):
+        with pytest.raises(SlotError, match=r"\[bad-value\]"):
+            registry.fill_from({"nothing": 0}, **sizes(1, 1), pp_proxy_tensors=refused)
+
+
+def test_padding_with_an_integer_past_64_bits_is_padding_with_the_float() -> None:
+    pages = GraphSlot("pages", lambda bs, tokens: (tokens, 3), torch.float64, trailing="prefix", pad_value=10**30)
+    registry = registry_of(pages)
+    registry.fill_from({"pages": torch.ones(2, 2, dtype=torch.float64)}, **sizes(2, 4))
+    assert pages.buffer.tolist()[:3] == [[1, 1, 1e30], [1, 1, 1e30], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +398,11 @@ def test_a_number_is_for_each_live_row_and_a_sequence_has_one_for_each_row() -> 
         (None, "slot `count`: `value_fn` gave `None`, which is no `int32` number [bad-value]"),
         ([[1]], "slot `count`: `value_fn` gave `[1]`, which is no `int32` number [bad-value]"),
         (torch.tensor(1), "slot `count`: `value_fn` gave `tensor(1)`, which is no `int32` number [bad-value]"),
+        (10**400, f"slot `count`: `value_fn` gave `1{'0' * 59}...`, which is no `int32` number [bad-value]"),
+        pytest.param(
+            10**9999, "slot `count`: `value_fn` gave `<int>`, which is no `int32` number [bad-value]", id="unprintable"
+        ),
+        ([10**9999], "slot `count`: `value_fn` gave `<list>`, which is no `int32` number [bad-value]"),
         ([1, 2], "slot `count`: the source has shape [2], expected [1] [wrong-shape]"),
     ],
 )
@@ -378,6 +460,30 @@ def test_grouped_copies_of_nothing_do_nothing() -> None:
     with calls() as made:
         grouped_foreach_copy_([], [])
     assert made == []
+
+
+def test_a_grouped_copy_reads_a_view_that_negates_as_what_it_says() -> None:
+    dst = torch.zeros(2)
+    grouped_foreach_copy_([dst], [torch._neg_view(torch.ones(2))])
+    assert dst.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "told"),
+    [
+        (torch.zeros(2), [1, 2], "source 1 is a `list` [not-a-tensor]"),
+        ([1, 2], torch.zeros(2), "destination 1 is a `list` [not-a-tensor]"),
+        (torch.zeros(2), torch.ones(2).to_sparse(), "source 1 is a `torch.sparse_coo tensor` [not-a-tensor]"),
+        (torch.zeros(2), torch.ones(1), "source 1 has shape [1], its destination [2] [wrong-shape]"),
+        (torch.zeros(2), torch.ones(3), "source 1 has shape [3], its destination [2] [wrong-shape]"),
+    ],
+)
+def test_a_grouped_copy_of_what_does_not_fit_copies_nothing(dst: Any, src: Any, told: str) -> None:
+    first = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(SlotError) as caught:
+        grouped_foreach_copy_([first, dst], [torch.ones(2, dtype=torch.int64), src])
+    assert str(caught.value).split("\n")[0] == told
+    assert first.sum() == 0
 
 
 def test_grouped_copies_of_lists_that_do_not_match_are_refused() -> None:

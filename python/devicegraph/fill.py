@@ -6,16 +6,28 @@ checked everything by then, so that a program only reads tensors and calls copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from devicegraph._core import LARGE_PAD_BYTES, CopyGroup, FillPlan
 from devicegraph.errors import SlotError
-from devicegraph.slots import GraphSlot, HostValue, buffer_of, fault, fits, name_of, row_major
+from devicegraph.slots import (
+    GraphSlot,
+    HostValue,
+    as_held,
+    buffer_of,
+    fault,
+    fits,
+    kind_of,
+    name_of,
+    row_major,
+    shown,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 __all__ = ["FillExecutor", "FillProgram", "ForeachExecutor", "HostValues", "grouped_foreach_copy_"]
 
@@ -48,13 +60,20 @@ def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Ten
         srcs: read; cast where the dtypes differ.
 
     Raises:
-        SlotError: `length-mismatch`; nothing was copied.
+        SlotError: `length-mismatch`, `not-a-tensor` or `wrong-shape`; nothing was copied.
     """
     if len(dsts) != len(srcs):
         message = f"{len(dsts)} destinations for {len(srcs)} sources"
         raise SlotError(message, code="length-mismatch", expected=str(len(dsts)), given=str(len(srcs)))
     groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for dst, src in zip(dsts, srcs, strict=True):
+    for index, (dst, src) in enumerate(zip(dsts, srcs, strict=True)):
+        for side, tensor in (("destination", dst), ("source", src)):
+            if (kind := kind_of(tensor)) is not None:
+                raise SlotError(f"{side} {index} is a `{kind}`", code="not-a-tensor", hint="pass dense tensors")
+        if dst.shape != src.shape:
+            sides = {"expected": str(list(dst.shape)), "given": str(list(src.shape))}
+            message = f"source {index} has shape {sides['given']}, its destination {sides['expected']}"
+            raise SlotError(message, code="wrong-shape", **sides)
         group = groups.setdefault((dst.dtype, src.dtype, dst.device, src.device), ([], []))
         group[0].append(dst)
         group[1].append(src)
@@ -180,37 +199,67 @@ class HostValues:
         Args:
             slot: with a `value_fn`, registered.
             value: what that gave.
-            rows: the live rows, each of which a single number is for; ignored where the slot has none.
+            rows: the live rows, each of which needs a number or has the single one; 0 where the slot has none.
 
         Raises:
-            SlotError: `bad-value`: no number or sequence of numbers, or one that the slot's dtype cannot hold.
+            SlotError: `bad-value`: no number or sequence of numbers, one that the slot's dtype cannot hold, or fewer
+                numbers than live rows.
         """
-        numbers = tuple(value) if isinstance(value, (list, tuple)) else value
-        key = (slot.name, numbers, rows)
+        is_sequence = False
+        numbers: tuple[Any, ...] = (value,)
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            is_sequence, numbers = True, tuple(value)
+        if not PLAIN.issuperset(map(type, numbers)):
+            numbers = tuple(_plain(slot, number) for number in numbers)
         try:
-            tensor = self._tensors.pop(key, None)
-        except TypeError:  # a sequence of sequences: refused below
-            tensor = None
+            # By their text, as 0.0, -0.0 and False are equal and NaN is not. Plain numbers print what they are.
+            key = (slot.name, repr(numbers), is_sequence, rows)
+        except ValueError as error:  # an integer of more digits than Python prints
+            raise _bad_value(slot, value) from error
+        tensor = self._tensors.pop(key, None)
         if tensor is None:
-            tensor = _tensor_of(slot, numbers, rows)
+            tensor = _tensor_of(slot, numbers, is_sequence, rows)
             if len(self._tensors) >= self.CAPACITY:
                 del self._tensors[next(iter(self._tensors))]
         self._tensors[key] = tensor  # last again: what was not used for longest goes first
         return tensor
 
 
-def _tensor_of(slot: GraphSlot, numbers: Any, rows: int) -> torch.Tensor:
+#: Numbers that are what they print.
+PLAIN = frozenset({bool, int, float})
+
+
+def _plain(slot: GraphSlot, number: Any) -> HostValue:
+    """A number of a subclass as what it is."""
+    if isinstance(number, float):
+        return float(number)
+    if isinstance(number, int):
+        return number if isinstance(number, bool) else int(number)
+    raise _bad_value(slot, number)
+
+
+def _bad_value(slot: GraphSlot, number: object) -> SlotError:
+    what = f"`value_fn` gave `{shown(number)}`, which is no `{name_of(slot.dtype)}` number"
+    return fault(slot.name, "bad-value", what, hint="give a Python number that the dtype holds, or a sequence")
+
+
+def _tensor_of(slot: GraphSlot, numbers: Sequence[HostValue], is_sequence: bool, rows: int) -> torch.Tensor:
     buffer = buffer_of(slot)
-    for number in numbers if isinstance(numbers, tuple) else (numbers,):
+    for number in numbers:
         if not fits(number, slot.dtype):
-            what = f"`value_fn` gave `{number!r}`, which is no `{name_of(slot.dtype)}` number"
-            raise fault(slot.name, "bad-value", what, hint="give a Python number that the dtype holds, or a sequence")
-    if isinstance(numbers, tuple):
+            raise _bad_value(slot, number)
+    numbers = [as_held(number, slot.dtype) for number in numbers]
+    if is_sequence:
+        if len(numbers) < rows:
+            live = "1 live row" if rows == 1 else f"{rows} live rows"
+            what = f"`value_fn` gave a sequence of length {len(numbers)} for {live}"
+            hint = "give a number for each, or a single one for all of them"
+            raise fault(slot.name, "bad-value", what, hint=hint, expected=f"at least {rows}", given=len(numbers))
         # From memory that is not pinned the copy is staged before this returns: nothing is in flight when the list
         # goes.
         return torch.tensor(numbers, dtype=slot.dtype).to(buffer.device, non_blocking=True)
     shape = buffer.shape if slot.axis == "none" else (min(rows, buffer.shape[0]),)
-    return torch.full(shape, numbers, dtype=slot.dtype, device=buffer.device)
+    return torch.full(shape, numbers[0], dtype=slot.dtype, device=buffer.device)
 
 
 def _block(buffer: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
