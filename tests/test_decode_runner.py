@@ -872,6 +872,10 @@ def test_sizes_may_be_the_integers_of_other_libraries() -> None:
     batch.batch_size = torch.tensor(2)
     with captured(engine) as runner:
         assert torch.equal(runner.run(batch), want)
+        batch.batch_size = 2.0
+        with pytest.raises(dg.SlotError) as caught:
+            runner.run(batch)
+        assert caught.value.code == "not-a-size"
 
 
 def test_a_batch_whose_size_is_not_known_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from typing_extensions import Self
 
+from devicegraph._core import as_size
 from devicegraph.backends import BaseCudaGraphBackend, capture_failed
 from devicegraph.batches import read_fields
 from devicegraph.config import CudaGraphConfig
@@ -263,7 +264,7 @@ class BaseCudaGraphRunner(ABC):
             ReplayError: the runner is closed or paused.
         """
         self._check_running()
-        return self._decide(forward_batch, *self.hooks.sizes(forward_batch))
+        return self._decide(forward_batch, *self._sizes(forward_batch))
 
     def run(self, forward_batch: Any) -> Any:
         """One step: a replay where `can_run` says so, else the eager forward; hooks, metadata and counts in both.
@@ -277,7 +278,7 @@ class BaseCudaGraphRunner(ABC):
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
         self._begin_step(forward_batch)
-        bs, num_tokens = self.hooks.sizes(forward_batch)
+        bs, num_tokens = self._sizes(forward_batch)
         decision = self._decide(forward_batch, bs, num_tokens)
         if decision.key is not None:
             return self._replay(forward_batch, decision.key, bs, num_tokens)
@@ -298,7 +299,7 @@ class BaseCudaGraphRunner(ABC):
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
         self._begin_step(forward_batch)
-        bs, num_tokens = self.hooks.sizes(forward_batch)
+        bs, num_tokens = self._sizes(forward_batch)
         key = self._graph_for(forward_batch, decision, bs, num_tokens)
         return self._replay(forward_batch, key, bs, num_tokens)
 
@@ -313,7 +314,7 @@ class BaseCudaGraphRunner(ABC):
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
         self._check_running()
-        bs, num_tokens = self.hooks.sizes(forward_batch)
+        bs, num_tokens = self._sizes(forward_batch)
         key = self._graph_for(forward_batch, decision, bs, num_tokens)
         return self._prepare(forward_batch, key, bs, num_tokens)
 
@@ -336,6 +337,11 @@ class BaseCudaGraphRunner(ABC):
             padded_num_tokens=padded_num_tokens,
             pp_proxy_tensors=pp_proxy_tensors,
         )
+
+    def _sizes(self, forward_batch: Any) -> tuple[int, int]:
+        """Requests and tokens of a live batch, as plain integers: they are keys."""
+        bs, num_tokens = self.hooks.sizes(forward_batch)
+        return as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
 
     def _make_graph_key(self, size: int, variant_label: str | None = None) -> ShapeKey:
         """The one place where a graph's key is made: for capture, eligibility and replay alike."""
