@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import devicegraph
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.devices.tape_memory import TapeMemory
-from devicegraph.devices.tape_rules import HostMemory
+from devicegraph.devices.tape_rules import REFUSALS, HostMemory
+from verdicts import Construct, Setting, check_refused, of
+from verdicts import capture as construct_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -420,6 +423,156 @@ def test_replay_of_an_empty_or_reset_graph_is_refused() -> None:
         graph.replay()
 
 
+def caught(run: Callable[[], object]) -> None:
+    """A model that goes on where it could not do something."""
+    with contextlib.suppress(Exception):
+        run()
+
+
+# A stream that was not joined is refused at the end of the capture, where no model can catch it.
+@pytest.mark.parametrize("construct", of(*(code for code in REFUSALS if code != "unjoined-stream")))
+def test_a_refusal_that_the_model_catches_is_what_its_capture_ends_with(construct: Construct) -> None:
+    with pytest.raises(devicegraph.CaptureError) as uncaught:
+        construct_capture(ADAPTER, construct, Setting(ADAPTER))
+    catching = construct._replace(run=lambda s: caught(lambda: construct.run(s)))
+    refused = check_refused(ADAPTER, catching)
+    assert (refused.code, refused.operator, str(refused)) == (
+        construct.verdict,
+        uncaught.value.operator,
+        str(uncaught.value),
+    )
+
+
+@pytest.mark.parametrize("code", ["no-fake-kernel", "tape-limit"])
+def test_what_the_tape_cannot_record_ends_the_capture_where_the_model_catches_it(
+    library: torch.library.Library, code: str
+) -> None:
+    operator = torch.ops.devicegraph_test_compiled.opaque if code == "no-fake-kernel" else torch.Tensor.to_sparse
+    x = torch.ones(4)
+    with pytest.raises(devicegraph.CaptureError) as failed:
+        capture(lambda: caught(lambda: operator(x)))
+    assert failed.value.code == code
+
+
+def test_of_several_caught_refusals_the_first_is_told_with_the_line_that_it_came_from() -> None:
+    x = torch.ones(4)
+
+    def forward() -> torch.Tensor:
+        caught(lambda: x[x > 0])
+        caught(lambda: x.tolist())
+        caught(ADAPTER.synchronize)
+        return x + 1
+
+    with pytest.raises(devicegraph.CaptureError) as failed:
+        capture(forward)
+    assert (failed.value.code, failed.value.operator) == ("data-dependent-shape", "aten::index.Tensor")
+    assert "caught(lambda: x[x > 0])" in "".join(map(str, failed.traceback))
+
+
+def test_an_error_of_the_model_is_told_before_the_refusal_that_it_caught() -> None:
+    x = torch.ones(4)
+    error = ValueError("from the model")
+
+    def forward() -> None:
+        caught(x.tolist)
+        raise error
+
+    with pytest.raises(ValueError, match="from the model") as failed:
+        capture(forward)
+    assert failed.value is error
+
+
+def test_a_caught_refusal_leaves_nothing_of_its_capture_and_later_ones_work() -> None:
+    pool, before = GraphMemoryPool(ADAPTER), ADAPTER.current_stream()
+    x = torch.ones(4)
+    kept, _ = capture(lambda: x * 2, pool)
+
+    def forward() -> torch.Tensor:
+        y = x + 1
+        caught(y.sum().item)
+        return y * 2
+
+    gc.disable()  # nothing may wait for it
+    try:
+        for _ in range(2):
+            with pytest.raises(devicegraph.CaptureError) as failed:
+                capture(forward, pool)
+            assert failed.value.code == "host-read"
+            del failed
+            assert pool.graphs == 1
+            assert pool.handle.live_bytes == 0
+            assert ADAPTER.current_stream() is before
+            assert not ADAPTER.is_capturing()
+    finally:
+        gc.enable()
+    graph, output = capture(lambda: x + 5, pool)
+    graph.replay()
+    assert torch.equal(output, x + 5)
+    kept.replay()
+
+
+@pytest.mark.parametrize("segment", [0, 1, 2])
+def test_a_segment_ends_with_the_refusal_that_was_caught_in_it(segment: int) -> None:
+    pool = GraphMemoryPool(ADAPTER)
+    x = torch.ones(4)
+    graphs: list[TapeGraph] = []
+
+    def forward(segments: Any) -> torch.Tensor:
+        y = x
+        for index in range(3):
+            y = y + 1
+            if index == segment:
+                caught(y.sum().item)
+            if index < 2:
+                with segments.pause():
+                    y.tolist()  # a break may
+        return y
+
+    def run(model: Callable[[Any], Any]) -> None:
+        with ADAPTER.capture_segments(
+            pool=pool, stream=ADAPTER.stream(), capture_error_mode="thread_local", on_segment=graphs.append
+        ) as segments:
+            model(segments)
+
+    with pytest.raises(devicegraph.CaptureError) as failed:
+        run(forward)
+    assert (failed.value.code, failed.value.operator) == ("host-read", "aten::_local_scalar_dense")
+    assert len(graphs) == pool.graphs == segment
+    with pytest.raises(devicegraph.CaptureError) as failed:
+        run(lambda segments: caught(lambda: forward(segments)))  # catches the end of the segment as well
+    assert failed.value.code == "host-read"
+    assert len(graphs) == pool.graphs == 2 * segment
+    assert not ADAPTER.is_capturing()
+    del failed
+    graphs.clear()
+    segment = 3  # none
+    run(forward)
+    assert len(graphs) == 3
+
+
+@pytest.mark.parametrize("backend", [devicegraph.FullCudaGraphBackend, devicegraph.BreakableCudaGraphBackend])
+def test_a_backend_captures_no_forward_that_goes_on_after_a_refusal(backend: Any) -> None:
+    x = torch.ones(4)
+
+    def forward() -> torch.Tensor:
+        try:
+            n = x.sum().item()
+        except Exception:
+            n = 5.0
+        return x * n
+
+    graphs = backend(ADAPTER, phase="decode")
+    with torch.no_grad(), graphs.capture_session():
+        with pytest.raises(devicegraph.CaptureError) as failed:
+            graphs.capture_one("reads", forward)
+        output = graphs.capture_one("later", lambda: x + 1)
+    assert (failed.value.code, failed.value.shape_key) == ("host-read", "reads")
+    assert list(graphs.captured) == ["later"]
+    graphs.replay("later", None)
+    assert torch.equal(output, x + 1)
+    graphs.cleanup()
+
+
 @pytest.mark.parametrize(("mode", "survives"), [("global", False), ("thread_local", True), ("relaxed", True)])
 def test_another_thread_that_waits_breaks_a_capture_in_global_mode_only(mode: str, survives: bool) -> None:
     x = torch.ones(4)
@@ -498,3 +651,22 @@ def test_asynchronous_collectives_are_captured_unexecuted_and_waited_for_on_repl
     finally:
         dist.destroy_process_group()
         os.environ.pop("MASTER_ADDR", None)
+
+
+def test_what_a_call_in_one_piece_returns_stays_a_view_of_its_arguments_and_of_its_other_results() -> None:
+    def piece(cache: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = torch.zeros_like(x)
+        return cache[1], out, out.view(2, 2), (x * 2)[1:]
+
+    def forward() -> torch.Tensor:
+        row, out, square, tail = ADAPTER.opaque_call(piece, (cache, x), shapes=piece)
+        row.add_(x)
+        square.add_(3)
+        return out.sum() + tail.sum()
+
+    cache, x = torch.zeros(3, 4), torch.ones(4)
+    graph, output = capture(forward)
+    for step in (1, 2):
+        graph.replay()
+        assert cache.tolist() == [[0] * 4, [step] * 4, [0] * 4]
+        assert output.item() == 4 * 3 + 3 * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, cast
@@ -18,8 +19,11 @@ import torch
 from devicegraph.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from typing_extensions import Self
 
 __all__ = ["Availability", "CaptureErrorMode", "DeviceAdapter", "DeviceGraph", "DeviceMemory", "get_device_adapter"]
 
@@ -62,6 +66,10 @@ class DeviceMemory:
 
 class DeviceGraph(Protocol):
     """One captured graph. It can be replayed from any stream and thread, one replay at a time in its memory pool."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded, so that a replay would do nothing."""
 
     def replay(self) -> None:
         """Launches the recording on the current stream, without waiting for it where the device is asynchronous."""
@@ -125,6 +133,72 @@ class GraphMemoryPool:
         return f"GraphMemoryPool(device={str(self.device)!r}, graphs={self.graphs})"
 
 
+class SegmentedCapture(Protocol):
+    """A capture under way that can be interrupted."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Ends the segment, runs the block as it is, and begins the next segment.
+
+        Side streams that were forked in the segment are joined at its end and forked again in the next one, so that a
+        model need not know where its forward is interrupted.
+        """
+
+
+class CaptureSegments:
+    """The segmented capture of a device whose captures can be begun and ended anywhere."""
+
+    def __init__(
+        self,
+        adapter: DeviceAdapter,
+        pool: GraphMemoryPool,
+        stream: Any,
+        capture_error_mode: CaptureErrorMode,
+        on_segment: Callable[[DeviceGraph], None],
+    ) -> None:
+        self._adapter = adapter
+        self._pool = pool
+        self._stream = stream
+        self._error_mode = capture_error_mode
+        self._on_segment = on_segment
+        self._open: tuple[DeviceGraph, AbstractContextManager[None]] | None = None
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._end()
+        elif self._open is not None:
+            _, capture = self._open
+            self._open = None
+            capture.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `SegmentedCapture`."""
+        self._end()
+        yield
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = self._adapter.graph()
+        capture = self._adapter.capture(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode
+        )
+        capture.__enter__()
+        self._open = (graph, capture)
+
+    def _end(self) -> None:
+        assert self._open is not None
+        graph, capture = self._open
+        self._open = None
+        capture.__exit__(None, None, None)
+        self._on_segment(graph)
+
+
 class DeviceAdapter(ABC):
     """What capture and replay need of one device. It holds no state but the device: instances are made freely."""
 
@@ -157,8 +231,43 @@ class DeviceAdapter(ABC):
         current stream is the one from before, the graph is reset, and what the capture had allocated is given back.
 
         Raises:
-            CaptureError: `nested-capture`, and on the CPU every code of `tape_rules.REFUSALS`.
+            CaptureError: `nested-capture`, and on the CPU every code of `tape_rules.REFUSALS`; at the latest when the
+                capture ends, where the block caught it.
         """
+
+    def opaque_call(self, function: Callable[..., Any], args: Sequence[Any], *, shapes: Callable[..., Any]) -> Any:
+        """Calls, inside a capture, a function whose kernels do not go through torch's dispatcher.
+
+        Args:
+            function: compiled code that takes `args` and gives new tensors, or views of `args` and of one another.
+            args: tensors and numbers.
+            shapes: the same computation in operators that torch can propagate shapes for.
+        """
+        return function(*args)
+
+    @contextmanager
+    def capture_segments(
+        self,
+        *,
+        pool: GraphMemoryPool,
+        stream: Any,
+        capture_error_mode: CaptureErrorMode,
+        on_segment: Callable[[DeviceGraph], None],
+    ) -> Iterator[SegmentedCapture]:
+        """Records the block as a row of graphs, with parts in between that run at once.
+
+        Args:
+            pool: see `capture`; all segments are in it.
+            stream: see `capture`.
+            capture_error_mode: see `capture`; it reaches every segment.
+            on_segment: called with each segment's graph when the segment ends, outside of any capture.
+
+        Yields:
+            What opens the gaps between segments: see `SegmentedCapture`.
+        """
+        segments = CaptureSegments(self, pool, stream, capture_error_mode, on_segment)
+        with segments:
+            yield segments
 
     @abstractmethod
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from devicegraph.devices.tape import Tape
+    from devicegraph.errors import CaptureError
 
 
 class _Capture:
@@ -34,26 +35,43 @@ class _Capture:
         """The streams that take part, with the number of operators recorded on each."""
         self.joined: dict[TapeStream, int] = {}
         """For each side stream, how many of its operators the capturing stream waits for."""
-        self.broken_by: str | None = None
-        """What another thread did that a capture in `global` mode does not survive."""
+        self.refusal: CaptureError | None = None
+        """The first of what was refused. The capture ends with it, as a device's does, even where the model caught it:
+        what it did instead is not what a step would do."""
+
+    def note(self, refusal: CaptureError) -> None:
+        """Keeps the refusal that the capture is going to end with; of several the first."""
+        if self.refusal is None:
+            self.refusal = refusal
+
+    def refuse(self, code: str, operator: str) -> CaptureError:
+        """The error for what the capture refuses; it is noted."""
+        refusal = refuse(code, operator)
+        self.note(refusal)
+        return refusal
 
     def record(self, operator: str) -> None:
         """Counts an operator on the current stream, which must take part."""
         stream = _current_stream()
         if stream not in self.work:
-            raise refuse("foreign-stream", operator)
+            raise self.refuse("foreign-stream", operator)
         self.work[stream] += 1
 
-    def end(self) -> None:
-        if self.broken_by is not None:
-            raise refuse("synchronize", self.broken_by)
-        unjoined = [s for s, work in self.work.items() if s is not self.origin and work > self.joined.get(s, 0)]
-        if unjoined:
+    def join(self) -> None:
+        """Makes the capturing stream wait for all others."""
+        self.joined = dict(self.work)
+
+    def check_end(self) -> None:
+        """Refuses to end a capture in which something was refused, or whose side streams were not joined."""
+        if self.refusal is not None:
+            raise self.refusal
+        if any(work > self.joined.get(s, 0) for s, work in self.work.items() if s is not self.origin):
             raise refuse("unjoined-stream", "")
 
 
-#: The capture of each thread that captures.
+#: The capture of each thread that captures, and what records it.
 _captures: dict[int, _Capture] = {}
+_recorders: dict[int, Recorder] = {}
 _thread = threading.local()
 
 
@@ -68,12 +86,13 @@ def _capture_here() -> _Capture | None:
 
 def _wait_for_device(what: str) -> None:
     """The check of everything that waits for work on the device: refused beside a capture, as its error mode says."""
-    if _capture_here() is not None:
-        raise refuse("synchronize", what)
+    here = _capture_here()
+    if here is not None:
+        raise here.refuse("synchronize", what)
     for capture in list(_captures.values()):
         if capture.error_mode == "global":
-            capture.broken_by = what
-            raise refuse("synchronize", what)
+            capture.refuse("synchronize", what)
+            raise refuse("synchronize", what)  # an error of its own: the other one is raised in the capture's thread
 
 
 class TapeEvent:
@@ -99,7 +118,7 @@ class TapeEvent:
             return
         if self._capture is not capture:
             if waiting in capture.work:
-                raise refuse("uncaptured-event", "wait_event")
+                raise capture.refuse("uncaptured-event", "wait_event")
             return
         capture.work.setdefault(waiting, 0)
         # Whoever waits carries the streams that the event's stream had joined, too: joining can be transitive.
@@ -153,6 +172,11 @@ class TapeGraph:
         self._tape, self._release = tape, pool.hold()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded."""
+        return not self._tape
+
+    @property
     def tape(self) -> Tape | None:
         """The recording, or None before a capture and after a reset."""
         return self._tape
@@ -165,8 +189,9 @@ class TapeGraph:
         """
         if self._tape is None:
             raise RuntimeError("replay of a graph that holds no capture")
-        if _capture_here() is not None:
-            raise refuse("nested-capture", "replay")
+        here = _capture_here()
+        if here is not None:
+            raise here.refuse("nested-capture", "replay")
         self._tape.replay()
 
     def reset(self) -> None:
@@ -174,6 +199,58 @@ class TapeGraph:
         self._tape = None
         if self._release is not None:
             self._release()
+
+
+class _Recording:
+    """The modes of a capture, and what they have recorded since the last segment ended."""
+
+    def __init__(self, capture: _Capture, recorder: Recorder, reads: HostReads, pool: GraphMemoryPool) -> None:
+        self._capture = capture
+        self._recorder = recorder
+        self._reads = reads
+        self._pool = pool
+
+    def resume(self) -> None:
+        """Records from here on."""
+        _captures[threading.get_ident()] = self._capture
+        _recorders[threading.get_ident()] = self._recorder
+        self._recorder.active = self._reads.active = True
+
+    def stop(self) -> None:
+        """Records nothing from here on: operators run."""
+        # The modes stay on their stacks. The model may have entered modes of its own since, which must be left first.
+        self._recorder.active = self._reads.active = False
+        _captures.pop(threading.get_ident(), None)
+        _recorders.pop(threading.get_ident(), None)
+
+    def finish(self, graph: TapeGraph) -> None:
+        """Gives what was recorded to a graph."""
+        self._capture.check_end()
+        graph.keep(self._recorder.take(), self._pool)
+
+
+class _TapeSegments:
+    """A segmented capture on the tape."""
+
+    def __init__(self, recording: _Recording, capture: _Capture, on_segment: Callable[[TapeGraph], None]) -> None:
+        self._recording = recording
+        self._capture = capture
+        self._on_segment = on_segment
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `SegmentedCapture`."""
+        self.end()
+        yield
+        self._recording.resume()
+
+    def end(self) -> None:
+        """Ends a segment."""
+        self._capture.join()
+        graph = TapeGraph()
+        self._recording.finish(graph)
+        self._recording.stop()
+        self._on_segment(graph)
 
 
 class CpuDevice(DeviceAdapter):
@@ -205,22 +282,51 @@ class CpuDevice(DeviceAdapter):
         self, graph: TapeGraph, *, pool: GraphMemoryPool, stream: TapeStream, capture_error_mode: CaptureErrorMode
     ) -> Iterator[None]:
         """Records the block; see `DeviceAdapter.capture`."""
-        if _capture_here() is not None:
-            raise refuse("nested-capture", "capture")
+        with self._record(pool, stream, capture_error_mode) as (recording, _):
+            yield
+            recording.finish(graph)
+
+    @contextmanager
+    def capture_segments(
+        self,
+        *,
+        pool: GraphMemoryPool,
+        stream: TapeStream,
+        capture_error_mode: CaptureErrorMode,
+        on_segment: Callable[[Any], None],
+    ) -> Iterator[_TapeSegments]:
+        """Records the block in segments; see `DeviceAdapter.capture_segments`."""
+        with self._record(pool, stream, capture_error_mode) as (recording, capture):
+            segments = _TapeSegments(recording, capture, on_segment)
+            yield segments
+            segments.end()
+
+    @contextmanager
+    def _record(
+        self, pool: GraphMemoryPool, stream: TapeStream, error_mode: CaptureErrorMode
+    ) -> Iterator[tuple[_Recording, _Capture]]:
+        here = _capture_here()
+        if here is not None:
+            raise here.refuse("nested-capture", "capture")
         if stream is _DEFAULT_STREAM:
             raise refuse("foreign-stream", "capture")
-        capture = _Capture(stream, capture_error_mode)
-        reads = HostReads(self._host)
-        recorder = Recorder(pool.handle, self._host, reads, capture.record)
-        _captures[threading.get_ident()] = capture
-        try:
-            with self.stream_context(stream), reads, recorder:
-                yield
-            capture.end()
-            tape = recorder.take()
-        finally:
-            del _captures[threading.get_ident()]
-        graph.keep(tape, pool)
+        capture = _Capture(stream, error_mode)
+        reads = HostReads(self._host, capture.note)
+        recorder = Recorder(pool.handle, self._host, reads, capture.record, capture.note)
+        recording = _Recording(capture, recorder, reads, pool)
+        with self.stream_context(stream), reads, recorder:
+            recording.resume()
+            try:
+                yield recording, capture
+            finally:
+                recording.stop()
+                # Its traceback holds this frame, and so would keep itself and the tensors of the forward.
+                capture.refusal = None
+
+    def opaque_call(self, function: Callable[..., Any], args: Sequence[Any], *, shapes: Callable[..., Any]) -> Any:
+        """Records the call as one; see `DeviceAdapter.opaque_call`."""
+        recorder = _recorders.get(threading.get_ident())
+        return function(*args) if recorder is None else recorder.record_opaque(function, args, shapes)
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
         """See `DeviceAdapter.weak_outputs`."""

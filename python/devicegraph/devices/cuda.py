@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices import (
+    Availability,
+    CaptureErrorMode,
+    CaptureSegments,
+    DeviceAdapter,
+    DeviceMemory,
+    GraphMemoryPool,
+)
+from devicegraph.devices.cuda_streams import SideStreams, installed, watched
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -20,9 +29,19 @@ class CudaGraph:
 
     def __init__(self) -> None:
         self.raw: Any = torch.cuda.CUDAGraph()
+        #: Whether nothing was recorded.
+        self.is_empty = False
         self._release: Callable[[], None] | None = None
         #: Launches the graph. The bound method itself, so that a step pays for no wrapper.
         self.replay: Callable[[], None] = self.raw.replay
+
+    def end(self) -> None:
+        """Ends the capture of the current stream."""
+        with warnings.catch_warnings(record=True) as caught:
+            # A segment between two breaks may well be empty: torch warns, and has no other way to tell.
+            warnings.simplefilter("always")
+            self.raw.capture_end()
+        self.is_empty = any("CUDA Graph is empty" in str(warning.message) for warning in caught)
 
     def keep(self, pool: GraphMemoryPool) -> None:
         """Counts a finished capture on its pool."""
@@ -33,6 +52,30 @@ class CudaGraph:
         self.raw.reset()
         if self._release is not None:
             self._release()
+
+
+class _Segments(CaptureSegments):
+    """Segments whose side streams are joined and forked again where the capture is interrupted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sides = SideStreams(self._stream)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `SegmentedCapture`."""
+        current = torch.cuda.current_stream(self._adapter.device)
+        with watched(None), super().pause():
+            yield
+        torch.cuda.set_stream(current)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.sides.fork()
+
+    def _end(self) -> None:
+        self.sides.join()
+        super()._end()
 
 
 class CudaDevice(DeviceAdapter):
@@ -95,16 +138,30 @@ class CudaDevice(DeviceAdapter):
                 # Ending an invalidated capture fails, too; the model's own error is the one to be told.
                 with contextlib.suppress(Exception):
                     torch.cuda.set_stream(stream)
-                    graph.raw.capture_end()
+                    graph.end()
                 self._abandon(graph, pool, handle)
                 raise
             try:
                 torch.cuda.set_stream(stream)
-                graph.raw.capture_end()
+                graph.end()
             except BaseException:
                 self._abandon(graph, pool, handle)
                 raise
             graph.keep(pool)
+
+    @contextmanager
+    def capture_segments(
+        self,
+        *,
+        pool: GraphMemoryPool,
+        stream: torch.cuda.Stream,
+        capture_error_mode: CaptureErrorMode,
+        on_segment: Callable[[Any], None],
+    ) -> Iterator[_Segments]:
+        """Records the block in segments; see `DeviceAdapter.capture_segments`."""
+        segments = _Segments(self, pool, stream, capture_error_mode, on_segment)
+        with installed(), watched(segments.sides), segments:
+            yield segments
 
     def _abandon(self, graph: CudaGraph, pool: GraphMemoryPool, handle: Any) -> None:
         """Gives back what a failed capture had allocated.

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from devicegraph.devices.tape import Call, Collective, FunctionalCollective, Tape
 from devicegraph.devices.tape_rules import HostMemory, HostReads, Placement, refuse, written_arguments
+from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,33 +72,55 @@ class Recorder(TorchDispatchMode):
         host: which storages are host memory to the tape; see `HostMemory`.
         reads: the mode that watches what does not reach the dispatcher.
         in_capture: called for every operator; raises where the current stream does not belong to the capture.
+        on_refusal: called with the error of each operator that is refused, before it is raised.
     """
 
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(
-        self, memory: TapeMemory, host: HostMemory, reads: HostReads, in_capture: Callable[[str], None]
+        self,
+        memory: TapeMemory,
+        host: HostMemory,
+        reads: HostReads,
+        in_capture: Callable[[str], None],
+        on_refusal: Callable[[CaptureError], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._memory = memory
         self._host = host
         self._reads = reads
+        #: While it is not, operators run as if there were no recorder.
+        self.active = True
         self._in_capture = in_capture
+        self._on_refusal = on_refusal
         self._fake = FakeTensorMode()
         self._calls: list[tuple[Call, Sequence[_Made | None]]] = []
         #: By address of the storage; an entry of a dead storage is replaced when its address is given away again.
         self._made: dict[int, _Made] = {}
 
     def take(self) -> Tape:
-        """What was recorded. Results that nobody read and nobody holds are not stored on replay."""
-        for call, made in self._calls:
+        """What was recorded so far; what comes goes onto another tape.
+
+        Results that nobody read and nobody holds are not stored on replay.
+        """
+        calls, self._calls = self._calls, []
+        for call, made in calls:
             call.outputs = [m.alias if m is not None and (m.is_read or m.is_alive) else None for m in made]
-        return Tape([call for call, _ in self._calls])
+        return Tape([call for call, _ in calls])
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        try:
+            return self._take_in(func, types, args, kwargs)
+        except CaptureError as refusal:
+            self._on_refusal(refusal)
+            raise
+
+    def _take_in(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             raise refuse("tape-limit", func.name(), "higher-order operators have no form on the tape")
         if not _PLAIN.issuperset(types):
@@ -141,6 +164,34 @@ class Recorder(TorchDispatchMode):
             if _storages(result) <= _storages((args, kwargs)):
                 return result  # metadata only, made for real and not recorded
         return self._record(func, args, kwargs)
+
+    def record_opaque(self, function: Callable[..., Any], args: Sequence[Any], shapes: Callable[..., Any]) -> Any:
+        """Records a function as one call; see `DeviceAdapter.opaque_call`."""
+        name = "compiled piece"
+        self._in_capture(name)
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            sources: dict[int, torch.Tensor] = {}
+            fakes = tree_map_only(torch.Tensor, lambda t: self._fake_of(t, sources), tuple(args))
+            with self._fake:
+                result = shapes(*fakes)
+            made: list[_Made | None] = []
+            place = functools.partial(self._opaque_output, sources=sources, given=frozenset(sources), made=made)
+            output = tree_map_only(torch.Tensor, place, result)
+            self._calls.append((Call(name, function, *self._addresses(tuple(args), {}), outputs=()), made))
+        return output
+
+    def _opaque_output(
+        self, fake: torch.Tensor, *, sources: dict[int, torch.Tensor], given: frozenset[int], made: list[_Made | None]
+    ) -> torch.Tensor:
+        """Views of arguments, and of one another, stay what they are: what one is written with is read from another."""
+        storage = fake.untyped_storage()
+        if storage._cdata not in sources:
+            sources[storage._cdata] = self._memory.new((storage.nbytes() // fake.itemsize,), (1,), fake.dtype)
+        output = self._output(fake, sources, made)
+        if storage._cdata not in given:
+            made[-1] = fresh = _Made(output, self._memory.alias(output))
+            fresh.is_read = True
+        return output
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sources: dict[int, torch.Tensor] = {}

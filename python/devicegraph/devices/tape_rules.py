@@ -254,11 +254,19 @@ class Factory(enum.Enum):
 
 
 class HostReads(TorchFunctionMode):
-    """Catches what never reaches the dispatcher: reads of memory, literals, and where factories make their tensors."""
+    """Catches what never reaches the dispatcher: reads of memory, literals, and where factories make their tensors.
 
-    def __init__(self, host: HostMemory) -> None:
+    Args:
+        host: which storages are host memory.
+        on_refusal: called with the error of each call that is refused, before it is raised.
+    """
+
+    def __init__(self, host: HostMemory, on_refusal: Callable[[CaptureError], None]) -> None:
         super().__init__()
+        #: While it is not, everything passes.
+        self.active = True
         self._host = host
+        self._on_refusal = on_refusal
         self.factory = Factory.NONE
         """What is being called."""
         # Inside `torch.device(...)` or after `torch.set_default_device`, a factory without a device makes device
@@ -275,6 +283,15 @@ class HostReads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except CaptureError as refusal:
+            self._on_refusal(refusal)
+            raise
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._host, func, args, kwargs)
