@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import devicegraph as dg
+from devicegraph import backends
 from engines import ToyEngine, eager
 
 if TYPE_CHECKING:
@@ -38,7 +39,12 @@ class Accelerator(CpuDevice):
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution with a backend, a device, and one of each that cannot be imported."""
+    """An installed distribution with a backend, a device, and one of each that cannot be imported.
+
+    The backends are for words that the device has no backend of ours for.
+    """
+    for word in ("cpu:breakable", "cpu:tc_piecewise"):
+        monkeypatch.delitem(backends._BACKENDS, word)
     (tmp_path / "acme_plugin.py").write_text(PLUGIN)
     info = tmp_path / "acme_plugin-1.0.dist-info"
     info.mkdir()
@@ -72,7 +78,7 @@ def test_a_device_of_a_third_party_is_found_by_its_type() -> None:
 @pytest.mark.usefixtures("plugin")
 def test_a_plugin_that_cannot_be_imported_is_named_with_its_cause() -> None:
     with pytest.raises(dg.BackendError) as caught:
-        dg.DecodeCudaGraphRunner(ToyEngine(), config=dg.CudaGraphConfig(decode={"backend": "tc_piecewise"}))
+        backends.backend_class("cpu", "tc_piecewise")
     assert caught.value.code == "plugin-failed"
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     with pytest.raises(dg.BackendError, match="acme_missing") as caught:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import devicegraph as dg
+from devicegraph.backends import backend_class
 from devicegraph.report import format_bytes
 from engines import ToyEngine
 
@@ -120,9 +121,7 @@ def errors() -> dict[str, BaseException]:
         "choice-unknown": lambda: dg.DecodeCudaGraphRunner(engine, config=small, order="up"),
         "limit-invalid": lambda: dg.Limits(max_bs=0, max_num_tokens=1),
         "unknown-device": lambda: dg.get_device_adapter("meta"),
-        "backend-not-available": lambda: dg.DecodeCudaGraphRunner(
-            engine, config=dg.CudaGraphConfig(decode={"backend": "breakable"})
-        ),
+        "backend-not-available": lambda: backend_class("mtia", "breakable"),
     }
     caught: dict[str, BaseException] = {}
     for code, stage in staged.items():
@@ -186,9 +185,9 @@ no adapter for device `meta` [unknown-device]
 
 hint: known are cpu, cuda; others come through the entry point group `devicegraph.devices`
 ---
-backend `breakable` is not available on device `cpu` [backend-not-available]
+backend `breakable` is not available on device `mtia` [backend-not-available]
 
-hint: on `cpu` there are: full, disabled"""  # noqa: E501
+hint: on `mtia` there are: disabled"""  # noqa: E501
 
 
 def test_the_sentences_of_errors_are_these() -> None:

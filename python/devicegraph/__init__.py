@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from devicegraph.args import config_from_options as config_from_options
     from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
     from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
+    from devicegraph.backends import resolve_prefill_backend as resolve_prefill_backend
+    from devicegraph.backends.breakable import BreakableCudaGraphBackend as BreakableCudaGraphBackend
+    from devicegraph.backends.breaks import break_graph as break_graph
+    from devicegraph.backends.breaks import current_batch as current_batch
+    from devicegraph.backends.breaks import eager_on_graph as eager_on_graph
+    from devicegraph.backends.full import FullCudaGraphBackend as FullCudaGraphBackend
+    from devicegraph.backends.segmented import Coverage as Coverage
+    from devicegraph.backends.split_ops import register_split_op as register_split_op
+    from devicegraph.backends.split_ops import split_operators as split_operators
+    from devicegraph.backends.tc_piecewise import TcPiecewiseCudaGraphBackend as TcPiecewiseCudaGraphBackend
     from devicegraph.buckets import Buckets as Buckets
     from devicegraph.buckets import DroppedBucket as DroppedBucket
     from devicegraph.buckets import decode_buckets as decode_buckets
@@ -75,6 +85,7 @@ if TYPE_CHECKING:
     from devicegraph.runners.decision import Decision as Decision
     from devicegraph.runners.decode import DecodeCudaGraphRunner as DecodeCudaGraphRunner
     from devicegraph.runners.decode import get_batch_sizes_to_capture as get_batch_sizes_to_capture
+    from devicegraph.runners.prefill import PrefillCudaGraphRunner as PrefillCudaGraphRunner
     from devicegraph.runners.progress import CaptureProgress as CaptureProgress
     from devicegraph.runners.shape_key import ShapeKey as ShapeKey
     from devicegraph.slots import FillContext as FillContext
@@ -92,7 +103,21 @@ _MODULES = {
     "backends": (
         "BaseCudaGraphBackend",
         "resolve_decode_backend",
+        "resolve_prefill_backend",
     ),
+    "backends.breakable": ("BreakableCudaGraphBackend",),
+    "backends.breaks": (
+        "break_graph",
+        "current_batch",
+        "eager_on_graph",
+    ),
+    "backends.full": ("FullCudaGraphBackend",),
+    "backends.segmented": ("Coverage",),
+    "backends.split_ops": (
+        "register_split_op",
+        "split_operators",
+    ),
+    "backends.tc_piecewise": ("TcPiecewiseCudaGraphBackend",),
     "buckets": (
         "Buckets",
         "DroppedBucket",
@@ -180,6 +205,7 @@ _MODULES = {
         "DecodeCudaGraphRunner",
         "get_batch_sizes_to_capture",
     ),
+    "runners.prefill": ("PrefillCudaGraphRunner",),
     "runners.progress": ("CaptureProgress",),
     "runners.shape_key": ("ShapeKey",),
     "slots": (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from devicegraph.errors import SlotError
 
-__all__ = ["read_fields", "replaced"]
+__all__ = ["read_fields", "replaced", "unchanged_on_failure"]
 
 
 def read_fields(batch: Any, names: Iterable[str | None]) -> list[Any]:
@@ -69,3 +70,35 @@ def _not_settable(template: Any, name: str) -> SlotError:
     kind = type(template).__name__
     message = f"slot `{name}`: a `{kind}` has no field to show it in"
     return SlotError(message, code="field-not-settable", hint=f"add the field `{name}` to `{kind}`", slot=name)
+
+
+@contextmanager
+def unchanged_on_failure(batch: Any) -> Iterator[None]:
+    """Gives a batch the fields back that it had, and no others, where the block raises.
+
+    What the fields hold is not looked into: values written into a tensor or a list of the batch stay written.
+    """
+    before = _fields(batch)
+    try:
+        yield
+    except BaseException:
+        is_mapping = isinstance(batch, MutableMapping)
+        for name in _fields(batch).keys() - before.keys():
+            batch.__delitem__(name) if is_mapping else object.__delattr__(batch, name)
+        for name, value in before.items():
+            batch.__setitem__(name, value) if is_mapping else object.__setattr__(batch, name, value)
+        raise
+
+
+def _fields(batch: Any) -> dict[str, Any]:
+    """What can be set on a batch, by name."""
+    if isinstance(batch, Mapping):
+        return dict(batch) if isinstance(batch, MutableMapping) else {}
+    slots = [name for kind in type(batch).__mro__ for name in _slots(kind) if hasattr(batch, name)]
+    return {name: getattr(batch, name) for name in slots} | getattr(batch, "__dict__", {})
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

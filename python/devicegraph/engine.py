@@ -65,7 +65,7 @@ class StaticBatch(SimpleNamespace):
     """The batch that a graph is captured with, where an engine has no `make_batch`: each slot as an attribute.
 
     Attributes:
-        batch_size: the bucket's requests.
+        batch_size: the requests that the graph is captured with.
     """
 
     batch_size: int
@@ -79,6 +79,10 @@ class ModelRunner(Protocol):
     (before each warm-up's first use), on every replay and in every eager step:
 
     `prepare_metadata` -> `upgrade_metadata` -> [`prepare_in_graph` -> `forward`], the bracket being what is captured.
+
+    What they set on a static batch never reaches the batch that it was copied from, and is gone after the step. The
+    copy is shallow: a tensor or a list that both hold is the same. A hook that raises ends the step; see
+    `BaseCudaGraphRunner.run`.
     """
 
     @property
@@ -109,7 +113,9 @@ class Hooks:
         after_warmup: `after_warmup()`, after each warm-up run and never inside a capture.
         variant: `variant(batch) -> label`, which of `variants` a batch needs.
         variants: the labels to capture every bucket for, strings or None; `(None,)` by default.
-        barrier: `barrier()`, aligns the tensor-parallel ranks before each warm-up.
+        compile_mode: `compile_mode(entering)`, before and after torch.compile may trace the forward (`tc_piecewise`).
+        barrier: `barrier()`, aligns the tensor-parallel ranks before each warm-up, and whenever `breakable` has
+            captured a segment.
         vote: `vote(proposal) -> proposal`, makes the data-parallel ranks agree; None where there is nobody to ask.
         rank: 0 shows progress.
     """
@@ -131,7 +137,7 @@ class Hooks:
             return getattr(engine, name, None) or default
 
         self.sizes: Callable[[Any], tuple[int, int]] = find("sizes", _default_sizes)
-        self.make_batch: Callable[[dict[str, torch.Tensor], ShapeKey], Any] = find("make_batch", _default_make_batch)
+        self.make_batch: Callable[[dict[str, torch.Tensor], ShapeKey], Any] | None = find("make_batch", None)
         self.pre_replay: Callable[[Any], None] | None = find("pre_replay", None)
         self.prepare_metadata: Callable[[Any, ShapeKey | None], None] | None = find("prepare_metadata", None)
         self.upgrade_metadata: Callable[[Any, ShapeKey | None], None] | None = find("upgrade_metadata", None)
@@ -139,6 +145,7 @@ class Hooks:
         self.after_warmup: Callable[[], None] | None = find("after_warmup", None)
         self.variant: Callable[[Any], str | None] | None = find("variant", None)
         self.variants: Sequence[str | None] = _labels(find("variants", (None,)))
+        self.compile_mode: Callable[[bool], None] | None = find("compile_mode", None)
         self.barrier: Callable[[], None] | None = find("barrier", None)
         self.vote: Callable[[Proposal], Proposal] | None = find("vote", None)
         self.rank: int = getattr(engine, "rank", 0)
@@ -171,7 +178,3 @@ def _default_sizes(batch: Any) -> tuple[int, int]:
         code="sizes-unknown",
         hint="set both, or give the engine a hook `sizes(batch) -> (requests, tokens)`",
     )
-
-
-def _default_make_batch(views: dict[str, torch.Tensor], key: ShapeKey) -> StaticBatch:
-    return StaticBatch(**views, batch_size=key.size)

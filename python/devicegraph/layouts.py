@@ -7,11 +7,14 @@ step left, or are `ZERO`.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from devicegraph._core import as_size
 from devicegraph.batches import read_fields
+from devicegraph.errors import SlotError
 from devicegraph.registry import CudaGraphBufferRegistry
 from devicegraph.slots import GraphSlot, HostValue, PaddingPolicy
 
@@ -62,23 +65,42 @@ def build_prefill_registry(
     max_bs: SupportsIndex,
     max_num_token: SupportsIndex,
     cache_loc_dtype: torch.dtype = torch.int64,
+    is_multimodal: bool = False,
+    hidden_size: SupportsIndex | None = None,
+    embed_dtype: torch.dtype | None = None,
     share_pool: bool = False,
     source: Any = None,
 ) -> CudaGraphBufferRegistry:
     """The buffers of prefill graphs: `input_ids`, `positions`, `out_cache_loc`, each `[T]` and padded with zeros.
 
+    A multimodal model has two more, padded with zeros too: `mrope_positions` `[3, T]`, and `input_embeds`
+    `[T, hidden_size]`, whose live rows are the engine's to write (a fill leaves them alone).
+
     Args:
         device: of all buffers.
         max_bs: the most requests of a step.
         max_num_token: T, the most tokens of a bucket.
-        cache_loc_dtype: of `out_cache_loc`; the others are int64.
+        cache_loc_dtype: of `out_cache_loc`; positions and ids are int64.
+        is_multimodal: whether rotary positions have planes, and embeddings come from outside of the model.
+        hidden_size: columns of `input_embeds`; needed for a multimodal model.
+        embed_dtype: of `input_embeds`; needed for a multimodal model.
         share_pool: take buffers from the input-buffer pool.
         source: an engine's own buffers, an object or a mapping: those that it has are adopted.
 
     Raises:
-        SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
+        SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`;
+            `option-missing` for a multimodal model without `hidden_size` or `embed_dtype`.
     """
-    return _registry("prefill", _prefill_slots(cache_loc_dtype), device, max_bs, max_num_token, share_pool, source)
+    slots = _prefill_slots(cache_loc_dtype)
+    if is_multimodal:
+        if hidden_size is None or embed_dtype is None:
+            raise SlotError(
+                "`is_multimodal` needs `hidden_size` and `embed_dtype`, which give `input_embeds` its shape",
+                code="option-missing",
+                slot="input_embeds",
+            )
+        slots = chain(slots, _multimodal_slots(as_size("hidden_size", hidden_size), embed_dtype))
+    return _registry("prefill", slots, device, max_bs, max_num_token, share_pool, source)
 
 
 def build_eager_registry(
@@ -121,7 +143,7 @@ def _decode_slots(
     yield _by_token("input_ids", INT64, token_padding)
     yield _by_token("positions", INT64, ZERO)
     yield _by_token("out_cache_loc", cache_loc_dtype, ZERO)
-    yield GraphSlot("mrope_positions", lambda _, tokens: (3, tokens), INT64, slice_fn=_columns, padding_policy=ZERO)
+    yield _planes("mrope_positions")
     yield _by_request("req_pool_indices", INT64, ZERO)
     yield _by_request("seq_lens", INT64, SENTINEL, seq_len_fill_value)
     yield _by_request("seq_lens_cpu", INT64, SENTINEL, seq_len_fill_value, device="cpu")
@@ -131,6 +153,22 @@ def _prefill_slots(cache_loc_dtype: torch.dtype) -> Iterator[GraphSlot]:
     yield _by_token("input_ids", INT64, ZERO)
     yield _by_token("positions", INT64, ZERO)
     yield _by_token("out_cache_loc", cache_loc_dtype, ZERO)
+
+
+def _multimodal_slots(hidden_size: int, embed_dtype: torch.dtype) -> Iterator[GraphSlot]:
+    yield _planes("mrope_positions")
+    # The engine computes embeddings into the buffer: a fill clears what is behind them and leaves them alone.
+    yield GraphSlot(
+        "input_embeds",
+        lambda _, tokens: (tokens, hidden_size),
+        embed_dtype,
+        padding_policy=ZERO,
+        copy_from_fb=False,
+    )
+
+
+def _planes(name: str) -> GraphSlot:
+    return GraphSlot(name, lambda _, tokens: (3, tokens), INT64, slice_fn=_columns, padding_policy=ZERO)
 
 
 def _by_token(name: str, dtype: torch.dtype, policy: PaddingPolicy) -> GraphSlot:

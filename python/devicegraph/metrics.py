@@ -20,12 +20,14 @@ class StepMetrics:
         eager: steps that ran eagerly, by the code of the decision.
         raw_rows: real rows in replayed steps: requests in decode, tokens in prefill.
         padded_rows: rows that were computed for nothing in replayed steps.
+        recompiles: how often torch.compile has traced the forward since `capture()`; anything but 0 cost a step dearly.
     """
 
     replays: dict[ShapeKey, int] = field(default_factory=dict)
     eager: dict[str, int] = field(default_factory=dict)
     raw_rows: int = 0
     padded_rows: int = 0
+    recompiles: int = 0
 
     @property
     def steps(self) -> int:

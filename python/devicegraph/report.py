@@ -48,6 +48,9 @@ class CaptureReport:
         captured: the graphs, in the order of capture.
         dropped: graphs that could not be captured, or that another rank could not.
         note: why there is no graph at all, where there is none.
+        fallback: why the backend is `breakable` where `tc_piecewise` is configured: `no-split-ops` where there is
+            nothing to split at, or `torch-too-old`.
+        traces: how often torch.compile traced the forward for these graphs; 0 where nothing is compiled.
     """
 
     phase: str
@@ -55,6 +58,8 @@ class CaptureReport:
     captured: tuple[CapturedBucket, ...] = ()
     dropped: tuple[DroppedCapture, ...] = field(default=())
     note: str | None = None
+    fallback: str | None = None
+    traces: int = 0
 
     @property
     def seconds(self) -> float:
@@ -84,6 +89,8 @@ class CaptureReport:
             ],
             "dropped": [{"key": _key(d.key), "reason": d.reason} for d in self.dropped],
             "note": self.note,
+            "fallback": self.fallback,
+            "traces": self.traces,
         }
 
     def to_json(self) -> str:
@@ -91,7 +98,7 @@ class CaptureReport:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        title = f"{self.phase}, backend `{self.backend}`"
+        title = f"{self.phase}, backend `{self.backend}`" + (f" ({self.fallback})" if self.fallback else "")
         if self.note is not None:
             return f"{title}: no graphs, {self.note}"
         rows = [("graph", "seconds", "reserved", "device")]

@@ -35,7 +35,7 @@ def adapter() -> Iterator[dg.DeviceAdapter]:
 
 @pytest.fixture
 def reserved() -> Iterator[None]:
-    """The test must leave the allocator's reserved memory as it found it."""
+    """The test must leave no more memory reserved than it found."""
 
     def level() -> int:
         gc.collect()
@@ -46,4 +46,4 @@ def reserved() -> Iterator[None]:
 
     before = level()
     yield
-    assert level() == before
+    assert level() <= before

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 
+from devicegraph.backends.split_ops import OLDEST_TORCH_FOR_PIECES, split_operators
 from devicegraph.devices import CAPTURE_ERROR_MODES, GraphMemoryPool
 from devicegraph.errors import BackendError, CaptureError
 
@@ -27,13 +28,18 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from devicegraph.devices import CaptureErrorMode, DeviceAdapter
-    from devicegraph.runners.base import BaseCudaGraphRunner
+    from devicegraph.runners.capturing import CapturingRunner
 
-__all__ = ["BaseCudaGraphBackend", "resolve_decode_backend"]
+__all__ = ["BaseCudaGraphBackend", "resolve_decode_backend", "resolve_prefill_backend"]
 
 _BACKENDS: Final = {
-    "cpu:full": "devicegraph.backends.full:FullCudaGraphBackend",
-    "cuda:full": "devicegraph.backends.full:FullCudaGraphBackend",
+    f"{device}:{word}": f"devicegraph.backends.{word}:{name}"
+    for device in ("cpu", "cuda")
+    for word, name in (
+        ("full", "FullCudaGraphBackend"),
+        ("breakable", "BreakableCudaGraphBackend"),
+        ("tc_piecewise", "TcPiecewiseCudaGraphBackend"),
+    )
 }
 _ENTRY_POINTS: Final = "devicegraph.backends"
 
@@ -80,6 +86,8 @@ class BaseCudaGraphBackend(ABC):
     name: ClassVar[str]
     #: Runs before each capture: the first one sizes workspaces, the second one finds them in place.
     WARMUPS: ClassVar[int] = 2
+    #: Whether it is to be told how large an output can be; see `size_outputs`.
+    wants_largest_output: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -96,6 +104,8 @@ class BaseCudaGraphBackend(ABC):
                 code="capture-error-mode-unknown",
             )
         self.adapter = adapter
+        #: How often torch.compile has traced the forward.
+        self.traces = 0
         self.phase = phase
         self.graph_pool = shared_graph_pool(adapter) if graph_pool is None else graph_pool
         self.capture_error_mode: CaptureErrorMode = capture_error_mode
@@ -172,16 +182,40 @@ class BaseCudaGraphBackend(ABC):
     def cleanup(self) -> None:
         """Drops every graph and what it held. Calling it twice is fine, capturing again afterwards too."""
 
-    def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> None:
-        """Runs the forward as often as it takes for lazily made things to be there, then waits for the device."""
+    @classmethod
+    def options_from(cls, runner: CapturingRunner) -> dict[str, Any]:
+        """What the constructor takes from a runner beside what all backends take."""
+        return {}
+
+    def mark_rows(self, tensor: torch.Tensor, axis: int) -> None:  # noqa: B027 - most backends have no use for it
+        """Hears along which axis an input's size differs from bucket to bucket, before a forward reads it."""
+
+    def wrap_forward(self, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What a runner calls instead of the engine's forward to warm up and capture; eager steps call the engine's."""
+        return forward
+
+    def wrap_prepare(self, prepare: Callable[..., None]) -> Callable[..., None]:
+        """What a runner calls instead of the engine's `prepare_in_graph` to warm up and capture."""
+        return prepare
+
+    def size_outputs(self, output: Any) -> None:  # noqa: B027 - most backends have no use for it
+        """Hears what an output of the largest shape looks like, before the first capture of a series.
+
+        Only backends with `wants_largest_output` are told.
+        """
+
+    def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
+        """Runs the forward as often as it takes for lazily made things to be there, waits, and returns its output."""
+        output: Any = None
         for _ in range(self.WARMUPS):
             self.adapter.synchronize()
             if self._barrier is not None:
                 self._barrier()
-            forward_fn()
+            output = forward_fn()
             if post_warmup_hook is not None:
                 post_warmup_hook()
         self.adapter.synchronize()
+        return output
 
 
 _HINTS: Final = {
@@ -247,20 +281,44 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
     )
 
 
-def resolve_decode_backend(runner: BaseCudaGraphRunner) -> BaseCudaGraphBackend | None:
+def resolve_decode_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | None:
     """The backend that the configuration of a decode runner asks for on its device; None for `disabled`.
 
     Raises:
         BackendError: see `backend_class`.
     """
-    word = runner.config.decode.backend
+    return _resolve(runner, "decode")
+
+
+def _why_not_piecewise() -> str | None:
+    if torch.__version__ < OLDEST_TORCH_FOR_PIECES:
+        return "torch-too-old"
+    # Without them the whole forward, attention included, would be one piece of fixed shape.
+    return None if split_operators() else "no-split-ops"
+
+
+def resolve_prefill_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | None:
+    """The backend that the configuration of a prefill runner asks for on its device; None for `disabled`.
+
+    Raises:
+        BackendError: see `backend_class`.
+    """
+    return _resolve(runner, "prefill")
+
+
+def _resolve(runner: CapturingRunner, phase: str) -> BaseCudaGraphBackend | None:
+    word = runner.config[phase].backend
     assert word is not None  # a configuration names one for every phase
     if word == "disabled":
         return None
-    return backend_class(runner.adapter.type, word)(
+    if word == "tc_piecewise" and (reason := _why_not_piecewise()) is not None:
+        word, runner.fallback = "breakable", reason
+    backend = backend_class(runner.adapter.type, word)
+    return backend(
         runner.adapter,
-        phase="decode",
+        phase=phase,
         graph_pool=runner.graph_pool,
         capture_error_mode=runner.capture_error_mode,
         barrier=runner.hooks.barrier,
+        **backend.options_from(runner),
     )

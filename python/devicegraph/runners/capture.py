@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from devicegraph.outputs import RowAxis
-    from devicegraph.runners.base import BaseCudaGraphRunner
+    from devicegraph.runners.capturing import CapturingRunner
     from devicegraph.runners.shape_key import ShapeKey
 
     Shapes = dict[ShapeKey, list[tuple[int, ...]]]
 
 
 def capture_shapes(
-    runner: BaseCudaGraphRunner, keys: Sequence[ShapeKey]
+    runner: CapturingRunner, keys: Sequence[ShapeKey]
 ) -> tuple[tuple[CapturedBucket, ...], tuple[DroppedCapture, ...]]:
     """Captures the graphs of `keys` in order, inside the backend's session; what was captured, and what was dropped.
 
@@ -48,7 +48,7 @@ def capture_shapes(
     return tuple(captured), tuple(dropped)
 
 
-def _capture_one(runner: BaseCudaGraphRunner, key: ShapeKey, shapes: Shapes) -> str | None:
+def _capture_one(runner: CapturingRunner, key: ShapeKey, shapes: Shapes) -> str | None:
     """Captures one graph on all ranks, and returns None, or why there is none."""
     error: CaptureError | None = None
     try:
@@ -75,7 +75,7 @@ def _capture_one(runner: BaseCudaGraphRunner, key: ShapeKey, shapes: Shapes) -> 
     return None if agreed.graph else "it could not be captured on another rank"
 
 
-def find_rows(runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:
+def find_rows(runner: CapturingRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:
     """Tells the graphs of a variant where the rows of their outputs are: as the engine says, or from two sizes.
 
     Args:
@@ -98,7 +98,7 @@ def find_rows(runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, 
 
 
 def _infer(
-    runner: BaseCudaGraphRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]
+    runner: CapturingRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]
 ) -> Sequence[RowAxis | None]:
     largest = max(shapes)
     first = shapes.pop(largest)
@@ -113,7 +113,7 @@ def _infer(
     return next(iter(told))
 
 
-def _run_smaller(runner: BaseCudaGraphRunner, label: str | None, size: int) -> tuple[int, list[tuple[int, ...]]]:
+def _run_smaller(runner: CapturingRunner, label: str | None, size: int) -> tuple[int, list[tuple[int, ...]]]:
     """A size below the only captured one and the shapes there: a run of the forward shows what follows the size."""
     failure: Exception | None = None
     for smaller in dict.fromkeys((size - 1, size // 2)):

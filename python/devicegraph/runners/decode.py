@@ -11,7 +11,8 @@ from devicegraph.buckets import decode_buckets
 from devicegraph.engine import as_count
 from devicegraph.errors import ConfigError
 from devicegraph.layouts import build_decode_registry
-from devicegraph.runners.base import BaseCudaGraphRunner, check_choice
+from devicegraph.runners.base import BaseCudaGraphRunner
+from devicegraph.runners.capturing import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,8 +112,11 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
     def _resolve_backend(self) -> BaseCudaGraphBackend | None:
         return resolve_decode_backend(self)
 
-    def _padded_sizes(self, size: int) -> tuple[int, int]:
+    def _padded_sizes(self, size: int, bs: int) -> tuple[int, int]:
         return size, size * self.num_tokens_per_bs
+
+    def _idle_requests(self, size: int) -> int:
+        return size
 
     def _live_size(self, bs: int, num_tokens: int) -> int | str:
         return bs if num_tokens == bs * self.num_tokens_per_bs else "not-uniform"
