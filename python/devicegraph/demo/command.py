@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from devicegraph.commands.explain import read_config
-from devicegraph.config import Backend, CudaGraphConfig
+from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE, CudaGraphConfig, Phase
 from devicegraph.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
-    from devicegraph.demo.serve import DemoResult
+    from devicegraph.demo.serve import DemoResult, PhaseResult
 
 PROMPTS: Final = (
     "What is the capital of France?",
@@ -31,7 +31,11 @@ PROMPTS: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--device", help="where to run, such as cuda, cuda:1 or cpu (default: a GPU if there is one)")
-    parser.add_argument("--decode", choices=Backend.ALL, help="the backend of the decode phase (default: full)")
+    for phase, backends in ALLOWED_BACKENDS_PER_PHASE.items():
+        default = CudaGraphConfig()[phase].backend
+        parser.add_argument(
+            f"--{phase}", choices=backends, help=f"the backend of the {phase} phase (default: {default})"
+        )
     parser.add_argument("--config", help="the configuration: JSON text, or a JSON or TOML file")
     parser.add_argument("--model", metavar="FOLDER", help="a Llama-family checkpoint (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
@@ -39,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=_positive, default=48, help="for each prompt (default: %(default)s)")
     parser.add_argument("--max-requests", type=_positive, default=6, help="served at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-prefill-tokens", type=_positive, default=128, help="of prompts in one step (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -60,8 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = CudaGraphConfig() if arguments.config is None else read_config(arguments.config)
-    if arguments.decode is not None:
-        config = config.with_phase("decode", backend=arguments.decode)
+    for phase in Phase.ALL:
+        if (backend := getattr(arguments, phase)) is not None:
+            config = config.with_phase(phase, backend=backend)
     options = DemoOptions(
         prompts=_read_prompts(arguments.prompts) if arguments.prompts is not None else PROMPTS,
         config=config,
@@ -69,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         max_new_tokens=arguments.max_new_tokens,
         max_requests=arguments.max_requests,
+        max_prefill_tokens=arguments.max_prefill_tokens,
     )
     result = run_demo(options)
     sys.stdout.write((json.dumps(to_dict(result), indent=2) if arguments.json else describe(result)) + "\n")
@@ -80,54 +89,67 @@ def describe(result: DemoResult) -> str:
     lines = [f"{result.model} on {result.device}", ""]
     for answer in result.answers:
         lines += [f"> {answer.prompt}", answer.text, ""]
-    metrics, checks = result.metrics, result.checks
-    lines += [str(result.capture), ""]
+    for name, phase in result.phases.items():
+        lines += [*_describe_phase(name, phase), ""]
+    if not result.ok:
+        lines += ["MISMATCH: a graph decided tokens that the eager forward on the same batch does not"]
+    return "\n".join(lines).rstrip()
+
+
+def _describe_phase(name: str, phase: PhaseResult) -> list[str]:
+    metrics, checks = phase.metrics, phase.checks
     buckets = ", ".join(f"{key.size}: {count}" for key, count in sorted(metrics.replays.items()))
     eager = ", ".join(f"{count} {code}" for code, count in sorted(metrics.eager.items())) or "none"
-    lines += [
-        f"decode steps    {metrics.steps}, {metrics.hit_rate:.1%} replayed",
+    return [
+        str(phase.capture),
+        "",
+        f"{name + ' steps':<15} {metrics.steps}, {metrics.hit_rate:.1%} replayed",
         f"replays         {buckets or 'none'} (bucket: count)",
         f"eager steps     {eager}",
         f"padded rows     {metrics.padded_rows} of {metrics.padded_rows + metrics.raw_rows} ({metrics.waste:.1%})",
-        f"speed           {_rate(result, result.graph_seconds)} tokens/s, eager {_rate(result, result.eager_seconds)}"
-        f" ({_ratio(result):.2f}x)",
-        f"checked         {checks.tokens} tokens against eager on the same padded batches: "
+        f"speed           {_rate(phase, phase.graph_seconds)} tokens/s, eager {_rate(phase, phase.eager_seconds)}"
+        f" ({_ratio(phase):.2f}x)",
+        f"checked         {checks.decided} tokens against eager on the same padded batches: "
         f"{checks.mismatches} differ, {checks.bitwise} of {sum(metrics.replays.values())} steps equal bit for bit",
-        f"raw shapes      {checks.raw_differences} of {checks.tokens} tokens differ from eager on unpadded batches",
+        f"raw shapes      {checks.raw_differences} of {checks.decided} tokens differ from eager on unpadded batches",
     ]
-    if not result.ok:
-        lines += ["", "MISMATCH: a graph decided tokens that the eager forward on the same batch does not"]
-    return "\n".join(lines)
 
 
 def to_dict(result: DemoResult) -> dict[str, Any]:
     """The result for machines."""
-    metrics, checks = result.metrics, result.checks
     return {
         "ok": result.ok,
         "model": result.model,
         "device": result.device,
         "config": result.config.to_dict(full=True),
         "answers": [vars(answer) for answer in result.answers],
-        "capture": result.capture.to_dict(),
+        **{name: _phase_to_dict(phase) for name, phase in result.phases.items()},
+    }
+
+
+def _phase_to_dict(phase: PhaseResult) -> dict[str, Any]:
+    metrics = phase.metrics
+    return {
+        "capture": phase.capture.to_dict(),
         "steps": metrics.steps,
         "replays": {str(key.size): count for key, count in sorted(metrics.replays.items())},
         "eager": metrics.eager,
         "raw_rows": metrics.raw_rows,
         "padded_rows": metrics.padded_rows,
-        "checks": vars(checks),
-        "decoded_tokens": result.decoded_tokens,
-        "graph_seconds": result.graph_seconds,
-        "eager_seconds": result.eager_seconds,
+        "recompiles": metrics.recompiles,
+        "checks": vars(phase.checks),
+        "tokens": phase.tokens,
+        "graph_seconds": phase.graph_seconds,
+        "eager_seconds": phase.eager_seconds,
     }
 
 
-def _rate(result: DemoResult, seconds: float) -> str:
-    return f"{result.decoded_tokens / seconds:.0f}" if seconds else "-"
+def _rate(phase: PhaseResult, seconds: float) -> str:
+    return f"{phase.tokens / seconds:.0f}" if seconds else "-"
 
 
-def _ratio(result: DemoResult) -> float:
-    return result.eager_seconds / result.graph_seconds if result.graph_seconds else 0.0
+def _ratio(phase: PhaseResult) -> float:
+    return phase.eager_seconds / phase.graph_seconds if phase.graph_seconds else 0.0
 
 
 def _read_prompts(file: str) -> list[str]:

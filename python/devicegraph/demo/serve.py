@@ -1,28 +1,29 @@
-"""Serving prompts through a decode runner, and holding every step to the eager forward."""
+"""Serving prompts through a runner for each phase, and holding every step to the eager forward."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from devicegraph.config import CudaGraphConfig
 from devicegraph.demo.checkpoint import load_checkpoint
-from devicegraph.demo.engine import ATTENTION, LlamaEngine, register_attention
+from devicegraph.demo.engine import ATTENTION, LlamaEngine, PrefillBatch, register_attention
 from devicegraph.demo.scheduler import Request, Scheduler
 from devicegraph.devices import get_device_adapter
 from devicegraph.errors import ConfigError
 from devicegraph.runners.decode import DecodeCudaGraphRunner
+from devicegraph.runners.prefill import PrefillCudaGraphRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from devicegraph.config import CudaGraphConfig
     from devicegraph.demo.checkpoint import Checkpoint
-    from devicegraph.demo.engine import DecodeBatch
     from devicegraph.metrics import StepMetrics
     from devicegraph.report import CaptureReport
+    from devicegraph.runners.base import BaseCudaGraphRunner
 
 
 @dataclass
@@ -39,17 +40,35 @@ class Checks:
     """What holding replays to the eager forward found.
 
     Attributes:
-        tokens: tokens that were decided by a replay and checked.
-        mismatches: tokens for which the eager forward on the same padded batch decides otherwise; none is tolerated.
-        bitwise: replays whose logits equal those of the eager forward on the same padded batch bit for bit.
-        raw_differences: tokens for which the eager forward on the unpadded batch decides otherwise. Kernels may add up
-            in another order for another shape, so in bfloat16 a few are normal.
+        decided: tokens that were decided by a replay and checked.
+        mismatches: those for which the eager forward on the same padded batch decides otherwise; none is tolerated.
+        bitwise: replays whose output equals that of the eager forward on the same padded batch bit for bit.
+        raw_differences: decided tokens for which the eager forward on the unpadded batch decides otherwise. Kernels may
+            add up in another order for another shape, so in bfloat16 a few are normal.
     """
 
-    tokens: int = 0
+    decided: int = 0
     mismatches: int = 0
     bitwise: int = 0
     raw_differences: int = 0
+
+
+@dataclass
+class PhaseResult:
+    """What the steps of one phase did.
+
+    Attributes:
+        tokens: tokens that went through the model.
+        graph_seconds: what they took through the runner.
+        eager_seconds: what they took eagerly, unpadded.
+    """
+
+    capture: CaptureReport
+    metrics: StepMetrics
+    checks: Checks = field(default_factory=Checks)
+    tokens: int = 0
+    graph_seconds: float = 0.0
+    eager_seconds: float = 0.0
 
 
 @dataclass
@@ -59,18 +78,22 @@ class DemoResult:
     model: str
     device: str
     config: CudaGraphConfig
-    capture: CaptureReport
-    metrics: StepMetrics
-    answers: list[Answer] = field(default_factory=list)
-    checks: Checks = field(default_factory=Checks)
-    graph_seconds: float = 0.0
-    eager_seconds: float = 0.0
-    decoded_tokens: int = 0
+    answers: list[Answer]
+    prefill: PhaseResult
+    decode: PhaseResult
+
+    @property
+    def phases(self) -> dict[Literal["prefill", "decode"], PhaseResult]:
+        """Both phases by name."""
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def ok(self) -> bool:
         """Whether every token that a graph decided is the one that the eager forward decides."""
-        return not self.checks.mismatches
+        return not any(phase.checks.mismatches for phase in self.phases.values())
+
+
+_EAGER = CudaGraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,7 @@ class DemoOptions:
         model: the folder of a checkpoint; None for the default one.
         max_new_tokens: tokens generated for each prompt at most.
         max_requests: prompts served at once.
+        max_prefill_tokens: tokens of prompts that go through the model in one step.
     """
 
     prompts: Sequence[str]
@@ -92,21 +116,61 @@ class DemoOptions:
     model: str | None = None
     max_new_tokens: int = 48
     max_requests: int = 6
+    max_prefill_tokens: int = 128
 
 
 def run_demo(options: DemoOptions) -> DemoResult:
-    """Serves the prompts of `options` to their end.
+    """Loads a model and serves the prompts of `options` to their end.
 
     Raises:
         BackendError: the device, a backend, an extra or the checkpoint cannot be used.
         CaptureError: the model cannot be captured.
+        ConfigError: the prompts do not fit into the model.
     """
-    adapter = get_device_adapter(options.device)
     register_attention()
-    checkpoint = load_checkpoint(options.model, adapter.device, ATTENTION)
+    device = get_device_adapter(options.device).device
+    return serve(load_checkpoint(options.model, device, ATTENTION), options)
+
+
+def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
+    """Serves the prompts of `options` with a model that is loaded, on the device where it lies; see `run_demo`."""
     requests = [_make_request(checkpoint, prompt) for prompt in options.prompts]
-    # A multiple of 16, so that attention's rows are aligned on every device.
-    longest = max(request.prompt_tokens for request in requests) + options.max_new_tokens
+    max_requests = min(options.max_requests, len(requests))
+    with torch.inference_mode():
+        engine = LlamaEngine(
+            checkpoint.model,
+            checkpoint.model.device,
+            max_requests=max_requests,
+            max_length=_max_length(checkpoint, requests, options.max_new_tokens),
+            max_prefill_tokens=options.max_prefill_tokens,
+        )
+        scheduler = Scheduler(
+            requests,
+            cache=engine.cache,
+            max_prefill_tokens=options.max_prefill_tokens,
+            max_new_tokens=options.max_new_tokens,
+            eos_token_ids=_eos_token_ids(checkpoint),
+        )
+        with (
+            PrefillCudaGraphRunner(engine.prefill, config=options.config) as prefill_runner,
+            DecodeCudaGraphRunner(engine.decode, config=options.config) as decode_runner,
+        ):
+            prefill = _Phase(prefill_runner, PrefillCudaGraphRunner(engine.prefill, config=_EAGER))
+            decode = _Phase(decode_runner, DecodeCudaGraphRunner(engine.decode, config=_EAGER))
+            _run_all(engine, scheduler, prefill, decode)
+            return DemoResult(
+                checkpoint.name,
+                str(engine.device),
+                options.config,
+                [_answer(checkpoint, request) for request in requests],
+                prefill.finish(),
+                decode.finish(),
+            )
+
+
+def _max_length(checkpoint: Checkpoint, requests: Sequence[Request], max_new_tokens: int) -> int:
+    """Tokens of a row of the cache: a multiple of 16, so that attention's rows are aligned on every device."""
+    longest = max(request.prompt_tokens for request in requests) + max_new_tokens
     max_length = -(-longest // 16) * 16
     limit = getattr(checkpoint.model.config, "max_position_embeddings", max_length)
     if max_length > limit:
@@ -115,84 +179,75 @@ def run_demo(options: DemoOptions) -> DemoResult:
             code="prompt-too-long",
             hint="shorten the prompts, or lower `--max-new-tokens`",
         )
-    max_requests = min(options.max_requests, len(requests))
-    with torch.inference_mode():
-        engine = LlamaEngine(checkpoint.model, adapter.device, max_requests=max_requests, max_length=max_length)
-        with DecodeCudaGraphRunner(engine, config=options.config) as runner:
-            result = DemoResult(
-                checkpoint.name, str(adapter.device), options.config, runner.capture(), runner.metrics()
-            )
-            _Server(engine, runner, result).serve(
-                Scheduler(
-                    requests,
-                    max_requests=max_requests,
-                    max_new_tokens=options.max_new_tokens,
-                    max_length=max_length,
-                    eos_token_ids=_eos_token_ids(checkpoint),
-                )
-            )
-            result.metrics = runner.metrics()
-    decode = checkpoint.tokenizer.decode
-    result.answers = [
-        Answer(
-            request.prompt,
-            decode(request.generated, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip(),
-            len(request.generated),
-        )
-        for request in requests
-    ]
-    return result
+    return int(max_length)
 
 
-class _Server:
-    """The serving loop. Each step runs three times: raw and eager, through the graph, and padded and eager.
+def _run_all(engine: LlamaEngine, scheduler: Scheduler, prefill: _Phase, decode: _Phase) -> None:
+    while (step := scheduler.next_batch()) is not None:
+        batch, requests = step
+        if isinstance(batch, PrefillBatch):
+            # Only the last token of a prompt decides the next one.
+            last = [row for row, request in zip(batch.last_tokens(), requests, strict=True) if request is not None]
+            token_ids = prefill.step(batch, lambda hidden, last=last: engine.logits(hidden[last]))  # type: ignore[misc]
+        else:
+            token_ids = decode.step(batch, lambda logits: logits)
+        deciding = [request for request in requests if request is not None]
+        for request, token_id in zip(deciding, token_ids, strict=True):
+            scheduler.append(request, token_id)
+
+
+class _Phase:
+    """The steps of one phase. Each runs three times: raw and eager, through the graph, and padded and eager.
 
     The raw run comes first and the padded one last, so that between two steps the cache holds what the graph wrote.
+
+    Args:
+        runner: captures the phase.
+        plain: a runner of the same phase without graphs.
     """
 
-    def __init__(self, engine: LlamaEngine, runner: DecodeCudaGraphRunner, result: DemoResult) -> None:
-        self._engine = engine
+    def __init__(self, runner: BaseCudaGraphRunner, plain: BaseCudaGraphRunner) -> None:
         self._runner = runner
-        self._result = result
+        self._plain = plain
+        self._result = PhaseResult(runner.capture(), runner.metrics())
 
-    def serve(self, scheduler: Scheduler) -> None:
-        device = self._engine.device
-        while True:
-            for request in list(scheduler.admit()):
-                logits = self._engine.prefill(torch.tensor(request.token_ids, device=device), request.row)
-                scheduler.append(request, int(logits.argmax()))
-            if not scheduler.running:
-                return
-            token_ids = self._step(scheduler.batch(device))
-            for request, token_id in zip(list(scheduler.running), token_ids, strict=True):
-                scheduler.append(request, token_id)
-
-    def _step(self, batch: DecodeBatch) -> list[int]:
-        result = self._result
-        raw, eager_seconds = self._timed(self._engine.forward, batch)
-        raw_tokens = raw.argmax(-1)
+    def step(self, batch: Any, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+        """Runs a batch, and returns the tokens that its logits decide for."""
+        result, checks = self._result, self._result.checks
+        raw, eager_seconds = self._timed(self._plain, batch)
+        raw_tokens = logits_of(raw).argmax(-1)
         decision = self._runner.can_run(batch)
-        output, graph_seconds = self._timed(self._runner.run, batch)
-        tokens: list[int] = output.argmax(-1).tolist()
-        result.decoded_tokens += batch.batch_size
+        output, graph_seconds = self._timed(self._runner, batch)
+        tokens = logits_of(output).argmax(-1)
+        result.tokens += len(batch.input_ids)
         result.eager_seconds += eager_seconds
         result.graph_seconds += graph_seconds
         if decision:
             # Borrowed: the output is a view into the graph's memory, which nothing replays before it is read.
-            padded = self._engine.forward(self._runner.replay_prepare(batch, decision))[: batch.batch_size]
-            result.checks.tokens += batch.batch_size
-            result.checks.mismatches += int((padded.argmax(-1) != output.argmax(-1)).sum())
-            result.checks.bitwise += int(torch.equal(padded, output))
-            result.checks.raw_differences += int((raw_tokens != output.argmax(-1)).sum())
-        return tokens
+            padded = self._plain.run(self._runner.replay_prepare(batch, decision))[: len(output)]
+            checks.decided += len(tokens)
+            checks.mismatches += int((logits_of(padded).argmax(-1) != tokens).sum())
+            checks.bitwise += int(torch.equal(padded, output))
+            checks.raw_differences += int((raw_tokens != tokens).sum())
+        token_ids: list[int] = tokens.tolist()
+        return token_ids
 
-    def _timed(self, function: Any, batch: DecodeBatch) -> tuple[torch.Tensor, float]:
-        adapter = self._runner.adapter
-        adapter.synchronize()
+    def finish(self) -> PhaseResult:
+        """What was done so far."""
+        self._result.metrics = self._runner.metrics()
+        return self._result
+
+    def _timed(self, runner: BaseCudaGraphRunner, batch: Any) -> tuple[torch.Tensor, float]:
+        runner.adapter.synchronize()
         started = time.perf_counter()
-        output = function(batch)
-        adapter.synchronize()
+        output = runner.run(batch)
+        runner.adapter.synchronize()
         return output, time.perf_counter() - started
+
+
+def _answer(checkpoint: Checkpoint, request: Request) -> Answer:
+    text = checkpoint.tokenizer.decode(request.generated, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(request.prompt, text.strip(), len(request.generated))
 
 
 def _make_request(checkpoint: Checkpoint, prompt: str) -> Request:
