@@ -38,9 +38,15 @@ def registry_on(device: torch.device) -> CudaGraphBufferRegistry:
     return registry
 
 
+def buffers_of(registry: CudaGraphBufferRegistry) -> dict[str, torch.Tensor]:
+    return {slot.name: slot.buffer for slot in registry.slots if slot.buffer is not None}
+
+
 def sources_of(registry: CudaGraphBufferRegistry) -> dict[str, torch.Tensor]:
-    shapes = {slot.name: (3, RAW) if slot.name == "mrope_positions" else (RAW,) for slot in registry.slots}
-    return {slot.name: torch.randint(1, 1000, shapes[slot.name], device=slot.buffer.device) for slot in registry.slots}
+    return {
+        name: torch.randint(1, 1000, (3, RAW) if name == "mrope_positions" else (RAW,), device=buffer.device)
+        for name, buffer in buffers_of(registry).items()
+    }
 
 
 def by_registry(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
@@ -49,7 +55,8 @@ def by_registry(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor
 
 
 def by_field(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
-    slots = [(slot.name, slot.buffer, slot.padding_policy, slot.pad_value) for slot in registry.slots]
+    buffers = buffers_of(registry)
+    slots = [(slot.name, buffers[slot.name], slot.padding_policy, slot.pad_value) for slot in registry.slots]
 
     def fill() -> None:
         for name, buffer, policy, pad_value in slots:
@@ -64,9 +71,9 @@ def by_field(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) 
 
 def bare(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
     groups: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for slot in registry.slots:
-        dsts, srcs = groups.setdefault(slot.buffer.device, ([], []))
-        rows, source = slot.buffer[..., :RAW], batch[slot.name]
+    for name, buffer in buffers_of(registry).items():
+        dsts, srcs = groups.setdefault(buffer.device, ([], []))
+        rows, source = buffer[..., :RAW], batch[name]
         dsts += rows.unbind(0) if rows.ndim > 1 else [rows]
         srcs += source.unbind(0) if source.ndim > 1 else [source]
 
