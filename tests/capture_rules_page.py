@@ -15,7 +15,8 @@ _HEAD = """# Capture rules
 What may stand in a forward that is captured. A CUDA capture keeps these rules, and so does the CPU tape, construct by
 construct: the tests run this very table on both (read off an NVIDIA H200 with torch 2.11, and held to the tape with
 every torch that is tested). On the tape a refusal is a `CaptureError` with the code below, the operator's name and a
-way out; a GPU fails with an error of its own, often about something later.
+way out; a GPU fails with an error of its own, often about something later. A forward that catches a refusal saves
+nothing: the capture, or the segment, ends with the first one.
 
 In the table `x`, `y` and `buffer` are float tensors on the device, `index` and `counts` integer ones, `mask` a boolean
 one, `n` an integer tensor without dimensions; `pageable` and `pinned` lie in host memory, `host_scalar` has no

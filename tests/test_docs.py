@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import warnings
 from pathlib import Path
@@ -120,3 +121,37 @@ def test_the_table_of_deprecated_options_is_that_of_the_code() -> None:
         for option in CONFIG_OPTIONS
         if option.replacement is not None
     ]
+
+
+FORMS = ("full", "breakable", "tc_piecewise eager", "tc_piecewise inductor")
+
+
+def test_the_numbers_of_the_backends_are_those_that_were_measured() -> None:
+    results = json.loads((DOCS.parent / "benches/results/backends-h200.json").read_text(encoding="utf-8"))
+    phases = [(phase, results[phase]) for phase in ("decode", "prefill")]
+    wanted: list[list[str]] = []
+    for phase, measured in phases:
+        for size, rows in measured["sizes"].items():
+            shares = {row["form"]: row["step_of_eager"][1] for row in rows if row["region"] == "run"}
+            unit = "tokens" if phase == "prefill" else "request" if size == "1" else "requests"
+            wanted.append([f"{phase}, {size} {unit}", *(_shown(shares.get(form), "{:.2f}") for form in FORMS)])
+    for title, field, scale, style in (
+        ("seconds to capture three sizes", "seconds", 1, "{:.2f}"),
+        ("MiB that the captures hold", "reserved_bytes", 2**20, "{:.0f}"),
+    ):
+        for phase, measured in phases:
+            values = [measured["captures"].get(form, {}).get(field) for form in FORMS]
+            wanted.append([f"{title}, {phase}", *(_shown(value and value / scale, style) for value in values)])
+    assert list(_rows("backends.md", "## What they cost and gain")) == wanted
+
+
+def test_what_is_said_of_the_other_package_is_what_was_measured() -> None:
+    printed = (DOCS.parent / "benches/results/backends-h200.txt").read_text(encoding="utf-8")
+    ratios = [float(ratio) for ratio in re.findall(r"of Meta's breakable: step ([\d.]+)", printed)]
+    assert len(ratios) == 6
+    page = " ".join(_read("backends.md").split())
+    assert f"takes between {min(ratios):.2f} and {max(ratios):.2f} of its time at all six sizes" in page
+
+
+def _shown(value: float | None, style: str) -> str:
+    return "-" if value is None else style.format(value)

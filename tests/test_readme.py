@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import devicegraph as dg
+from devicegraph.backends import split_ops
 from devicegraph.engine import Hooks
 from engines import LENGTH, ToyEngine
 
@@ -104,17 +107,49 @@ def test_the_api_in_one_look_runs_as_it_stands(capsys: pytest.CaptureFixture[str
     assert "12 graphs" in printed
 
 
-def test_every_page_that_readme_links_to_is_there() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for page in re.findall(r"\]\((docs/[^)#]+)\)", text):
-        assert (ROOT / page).is_file(), page
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["docs/embedding.md", "docs/slots.md"])
-def test_the_code_of_a_guide_runs_from_top_to_bottom(page: str) -> None:
-    namespace: dict[str, Any] = {}
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_every_page_and_heading_that_a_page_links_to_is_there(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.fixture
+def guide(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the code of a page sees: a module of its own, which torch.compile finds by its name."""
+    module = types.ModuleType("guide")
+    monkeypatch.setitem(sys.modules, "guide", module)
+    return vars(module)
+
+
+def run_guide(page: str, guide: dict[str, Any]) -> None:
     for source in code_blocks(page):
-        exec(compile(source, page, "exec"), namespace)
+        exec(compile(source, page, "exec"), guide)
+
+
+@pytest.mark.parametrize("page", ["docs/breaks.md", "docs/embedding.md", "docs/slots.md", "docs/writing-a-backend.md"])
+def test_the_code_of_a_guide_runs_from_top_to_bottom(page: str, guide: dict[str, Any]) -> None:
+    run_guide(page, guide)
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile warns of things of its own
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
+def test_the_code_of_the_guide_to_splitting_runs_from_top_to_bottom(
+    guide: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_ops, "_registered", {})
+    run_guide("docs/splitting.md", guide)
 
 
 def test_the_guide_names_every_hook_and_no_other() -> None:

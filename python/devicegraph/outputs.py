@@ -109,6 +109,14 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return found
 
 
+def outline_of(output: Any) -> Any:
+    """What an output is made of, without its values: `torch.Tensor` for a tensor, None for a part without tensors."""
+    if isinstance(output, torch.Tensor):
+        return torch.Tensor
+    parts = tuple((key, outline_of(part)) for key, part in _parts(output).items())
+    return (type(output), parts) if any(part is not None for _, part in parts) else None
+
+
 def replace_tensors(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The same structure in new containers, with its tensors replaced in order."""
     remaining: Iterator[torch.Tensor] = iter(tensors)
