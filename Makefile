@@ -18,7 +18,7 @@ help: ## list the targets
 demo: $(VENV)/.package $(VENV)/.demo ## run a real model through captured graphs, on a GPU if there is one
 	$(BIN)/devicegraph demo
 
-test: $(VENV)/.package $(VENV)/.demo $(VENV)/.test ## run every test, Rust and Python (TORCH=2.6.0 for another torch)
+test: $(VENV)/.package $(VENV)/.demo $(VENV)/.test $(VENV)/.npu-sim-$(TORCH) ## run every test, Rust and Python (TORCH=2.6.0 for another torch)
 	cargo test --quiet
 	$(BIN)/pytest
 
@@ -76,6 +76,15 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch-$(TORCH)
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch-$(TORCH)
 	$(BIN)/pip install --quiet --group test
+	touch $@
+
+# torch_npu is made for one torch, and is tested over a simulated device library (tests/npu_sim). It lies beside the packages,
+# where `import torch` does not load it by itself.
+$(VENV)/.npu-sim-$(TORCH): | $(BIN)/python
+	rm -rf $(VENV)/.npu-sim-* $(VENV)/npu-sim
+ifeq ($(TORCH),2.13.0)
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/npu-sim "torch_npu==$(TORCH)" pyyaml
+endif
 	touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.torch-$(TORCH)

@@ -31,7 +31,11 @@ CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 CAPTURE_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 
 #: The adapters of this package, by device type.
-_ADAPTERS: Final = {"cpu": "devicegraph.devices.cpu:CpuDevice", "cuda": "devicegraph.devices.cuda:CudaDevice"}
+_ADAPTERS: Final = {
+    "cpu": "devicegraph.devices.cpu:CpuDevice",
+    "cuda": "devicegraph.devices.cuda:CudaDevice",
+    "npu": "devicegraph.devices.npu:NpuDevice",
+}
 _ENTRY_POINTS: Final = "devicegraph.devices"
 
 
@@ -204,6 +208,12 @@ class DeviceAdapter(ABC):
 
     #: The device type, as in `torch.device(type)`.
     type: ClassVar[str]
+    #: The phases that can be captured on it.
+    phases: ClassVar[tuple[str, ...]] = ("decode", "prefill")
+    #: The dtype of cache locations that its kernels take, for engines that do not say.
+    cache_loc_dtype: ClassVar[torch.dtype] = torch.int64
+    #: How many streams the graphs of a process may take together; None where memory alone limits graphs.
+    stream_limit: ClassVar[int | None] = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -319,6 +329,10 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
         BackendError: `unknown-device` for a type without an adapter, `device-not-available` for one that cannot be used
             here, with the reason and what to install or set.
     """
+    named = device.partition(":")[0] if isinstance(device, str) else ""
+    if named in device_types() and not _is_known_to_torch(named):
+        # The package behind it has to be loaded first, which asking whether it is available does.
+        _check_available(_adapter_class(named), device)
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -328,14 +342,26 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
             hint=f"known are {', '.join(device_types())}, with an index as in `cuda:1`",
         ) from error
     adapter = _adapter_class(wanted.type)
+    _check_available(adapter, wanted)
+    return adapter(wanted)
+
+
+def _is_known_to_torch(device_type: str) -> bool:
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_available(adapter: type[DeviceAdapter], device: object) -> None:
     availability = adapter.availability()
     if not availability:
         raise BackendError(
-            f"device `{wanted}` is not available here: {availability.reason}",
+            f"device `{device}` is not available here: {availability.reason}",
             code="device-not-available",
             hint=availability.hint,
         )
-    return adapter(wanted)
 
 
 def device_types() -> list[str]:

@@ -1,0 +1,292 @@
+"""Ascend NPUs, through `torch_npu`.
+
+The package is imported when an NPU is first asked for, since importing it changes torch. What it leaves undone when a
+capture fails is done here: the current stream, the dispatch mode that notes operators, and the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+#: What torch_npu says when the device has no stream left for another graph; error numbers, and a text of the driver.
+_OUT_OF_STREAMS: Final = ("207005", "207008", "Stream resources are insufficient", "Alloc sq cq fail")
+
+
+class NpuGraph:
+    """One `torch.npu.NPUGraph` and its hold on the pool that its memory is in.
+
+    Attributes:
+        raw: torch_npu's graph.
+        is_empty: always False: the device does not tell.
+        replay: launches the graph; the bound method itself, so that a step pays for no wrapper.
+    """
+
+    def __init__(self) -> None:
+        self.raw: Any = _npu().NPUGraph()
+        self.is_empty = False
+        self.replay: Callable[[], None] = self.raw.replay
+        self._release: Callable[[], None] | None = None
+        # ADDRESS: the memory of a pool goes with its anchor, and the pool may have been renewed since the capture. It
+        # stands behind the graph, so that it also goes after it.
+        self._anchor: Any = None
+
+    @property
+    def records(self) -> list[Any]:
+        """What torch_npu noted of each operator whose host arguments can be updated, in the order of the capture."""
+        return list(self.raw.graph_dispatch_mode.graph_dispatch_records)
+
+    @property
+    def update_stream(self) -> Any:
+        """The stream that torch_npu updates on: one for the whole process."""
+        return self.raw.graph_dispatch_mode.update_stream
+
+    def keep(self, pool: GraphMemoryPool) -> None:
+        """Counts a finished capture on its pool."""
+        self._anchor, self._release = pool.handle, pool.hold()
+
+    def reset(self) -> None:
+        """Drops the recording."""
+        self.raw.reset()
+        if self._release is not None:
+            self._release()
+        self._anchor = None
+
+
+class NpuDevice(DeviceAdapter):
+    """An Ascend NPU."""
+
+    type: ClassVar[str] = "npu"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    cache_loc_dtype: ClassVar[torch.dtype] = torch.int32
+    #: Of 2048 streams each graph takes one at least, and torch and the communication library have theirs.
+    stream_limit: ClassVar[int | None] = 1800
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index
+        if index is None:  # torch declares an int, and gives None for `npu`
+            index = _npu().current_device()  # type: ignore[unreachable]
+        super().__init__(torch.device("npu", index))
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Whether torch_npu can be loaded beside this torch, and finds a device. Loads it."""
+        loaded = _load()
+        if not loaded:
+            return loaded
+        if not _npu().is_available():
+            return Availability(
+                False, "torch_npu finds no NPU or no driver", "check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
+            )
+        return Availability(True)
+
+    def new_pool_handle(self) -> Any:
+        """A `torch.npu.MemPool` that no graph uses yet.
+
+        Captures take its `id`; the object itself keeps the pool, so that torch_npu's allocator does not meet an id
+        whose last graph is gone, which it takes for a fault of its own.
+        """
+        with _npu().device(self.device):
+            return _npu().MemPool()
+
+    def graph(self) -> NpuGraph:
+        """An empty graph."""
+        with _npu().device(self.device):
+            return NpuGraph()
+
+    @contextmanager
+    def capture(
+        self, graph: NpuGraph, *, pool: GraphMemoryPool, stream: Any, capture_error_mode: CaptureErrorMode
+    ) -> Iterator[None]:
+        """Records the block, and notes the operators whose host arguments can be updated; see `DeviceAdapter.capture`.
+
+        Raises:
+            CaptureError: `nested-capture`; `out-of-graph-resources` where the device has no stream left.
+        """
+        npu = _npu()
+        if npu.is_current_stream_capturing():
+            raise CaptureError(
+                "a capture was begun inside another capture of this thread",
+                code="nested-capture",
+                hint="capture one graph after the other",
+            )
+        with npu.device(self.device):
+            before, depth = npu.current_stream(), len(_get_current_dispatch_mode_stack())
+            handle = pool.handle
+            # By keyword: the fourth argument is another one than that of `torch.cuda.graph`.
+            capture = npu.graph(
+                npu_graph=graph.raw,
+                pool=handle.id,
+                stream=stream,
+                auto_dispatch_capture=True,
+                capture_error_mode=capture_error_mode,
+            )
+            with self._restored(before, depth, graph, pool, handle):
+                capture.__enter__()
+                try:
+                    yield
+                except BaseException:
+                    # It ends as a good capture of half a forward, or fails because the capture was broken: the
+                    # model's own error is the one to be told.
+                    with contextlib.suppress(Exception):
+                        npu.set_stream(stream)
+                        capture.__exit__(None, None, None)
+                    raise
+                npu.set_stream(stream)
+                capture.__exit__(None, None, None)
+                graph.keep(pool)
+
+    @contextmanager
+    def _restored(self, stream: Any, depth: int, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> Iterator[None]:
+        """Where the block raises: the stream and the dispatch modes from before, no graph, and the memory back."""
+        try:
+            yield
+        except BaseException as error:
+            # torch_npu leaves both where they are when the end of a capture fails, and all that follows would be noted
+            # as part of the graph.
+            for mode in reversed(_get_current_dispatch_mode_stack()[depth:]):
+                mode.__exit__(None, None, None)
+            _npu().set_stream(stream)
+            self._abandon(graph, pool, handle)
+            if isinstance(error, Exception) and is_out_of_streams(error):
+                raise out_of_streams(error) from error
+            raise
+
+    def _abandon(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> None:
+        """Gives back what a failed capture had allocated.
+
+        torch_npu does so for a capture that ended. Where the end failed it believes that the capture goes on, and keeps
+        its memory for good: the allocator is told otherwise here. The pool then goes on with other memory; graphs that
+        were captured before keep what they have.
+        """
+        binding = importlib.import_module("torch_npu._C")
+        graph.raw.reset()
+        try:
+            binding._npu_endAllocateToPool(self.device.index, handle.id)
+        except RuntimeError:
+            return  # it had ended
+        binding._npu_releasePool(self.device.index, handle.id)
+        pool.renew()
+
+    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
+        """See `DeviceAdapter.weak_outputs`."""
+        spans = [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in _npu().memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(pool.handle.id)
+        ]
+        weak = importlib.import_module("torch_npu._C")._weak_ref_tensor
+        return [weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
+
+    def stream(self) -> Any:
+        """A stream of torch_npu's pool, which hands the same few out again and again."""
+        return _npu().Stream(device=self.device)
+
+    def current_stream(self) -> Any:
+        """This thread's current stream on the device."""
+        return _npu().current_stream(self.device)
+
+    @contextmanager
+    def stream_context(self, stream: Any) -> Iterator[Any]:
+        """Makes `stream`, and its device, current for the block."""
+        with _npu().device(self.device), _npu().stream(stream):
+            yield stream
+
+    def event(self) -> Any:
+        """An event without timing."""
+        with _npu().device(self.device):
+            return _npu().Event()
+
+    def synchronize(self) -> None:
+        """Waits for everything launched on the device."""
+        _npu().synchronize(self.device)
+
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream is being captured."""
+        with _npu().device(self.device):
+            return bool(_npu().is_current_stream_capturing())
+
+    def memory(self) -> DeviceMemory:
+        """The caching allocator's figures, and the driver's."""
+        free, total = _npu().mem_get_info(self.device)
+        return DeviceMemory(
+            allocated=_npu().memory_allocated(self.device),
+            reserved=_npu().memory_reserved(self.device),
+            free=free,
+            total=total,
+        )
+
+    def empty_cache(self) -> None:
+        """Gives cached blocks back to the driver, so that a graph's pool can have them."""
+        with _npu().device(self.device):
+            _npu().empty_cache()
+
+
+def is_out_of_streams(error: BaseException) -> bool:
+    """Whether an error of torch_npu means that the device has no stream left for a graph."""
+    return any(text in str(error) for text in _OUT_OF_STREAMS)
+
+
+def out_of_streams(error: BaseException) -> CaptureError:
+    """The typed form of such an error, to be raised from it."""
+    return CaptureError(
+        f"the device has no stream left for another graph: {str(error).strip().splitlines()[0]}",
+        code="out-of-graph-resources",
+        hint="capture fewer buckets (`max_bs`, `bs`), say what a graph takes (the engine's `streams_per_graph`), or "
+        "end other processes that capture on this device",
+    )
+
+
+def _npu() -> Any:
+    """`torch.npu`, which torch's own types do not know."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+@functools.cache
+def _load() -> Availability:
+    """Imports torch_npu, once: a second try after a failure would meet what the first one left."""
+    mine = _minor(torch.__version__)
+    install = f"install the torch_npu for this torch, `pip install torch_npu=={mine}.*`"
+    if importlib.util.find_spec("torch_npu") is None:
+        return Availability(False, "torch_npu is not installed", install)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("torch_npu")
+        # Its libraries are bound to the C++ of one torch: another one may end the process.
+        if _minor(version) != mine:
+            return Availability(
+                False,
+                f"torch_npu {version} is for torch {_minor(version)}, and this is torch {torch.__version__}",
+                install,
+            )
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return Availability(False, f"torch_npu cannot be loaded: {reason}", _advice(error))
+    return Availability(True)
+
+
+def _advice(error: Exception) -> str:
+    if "cannot open shared object file" in str(error):
+        return "install CANN and the driver, and source CANN's `set_env.sh`"
+    if "Two accelerators" in str(error):
+        return "use a torch that was built without CUDA"
+    return "run `python -c 'import torch_npu'` with TORCH_DEVICE_BACKEND_AUTOLOAD=0 to see all of it"

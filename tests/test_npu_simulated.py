@@ -1,0 +1,43 @@
+"""The NPU's tests on the real `torch_npu` over a simulated device library, in processes of their own.
+
+They show what torch_npu and this package do with a device library that behaves as modelled, and nothing of a device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from npu_sim import simulation
+
+#: Files of tests/npu, and the simulated device that they need.
+RUNS = {
+    "conformance": (("test_npu_conformance.py",), {}),
+}
+
+
+@pytest.fixture(scope="session")
+def _simulated() -> None:
+    try:
+        simulation.libraries()
+    except simulation.Unavailable as reason:
+        if os.environ.get("DEVICEGRAPH_REQUIRE_NPU_SIM") == "1":
+            pytest.fail(f"DEVICEGRAPH_REQUIRE_NPU_SIM is set, and there is no simulated NPU: {reason}", pytrace=False)
+        pytest.skip(f"no simulated NPU: {reason}")
+
+
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_tests_for_an_npu_pass_on_the_simulated_device_library(name: str) -> None:
+    files, variables = RUNS[name]
+    paths = [f"tests/npu/{file}" for file in files]
+    ended = simulation.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, **variables)
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(r"^\d+ passed in ", ended.stdout, re.MULTILINE), ended.stdout
+
+
+def test_every_file_for_an_npu_is_run_in_the_simulation() -> None:
+    run = {file for files, _ in RUNS.values() for file in files}
+    assert run == {path.name for path in (simulation.ROOT / "tests" / "npu").glob("test_*.py")}
