@@ -15,6 +15,9 @@ from npu_sim import simulation
 #: Files of tests/npu, and the simulated device that they need.
 RUNS = {
     "conformance": (("test_npu_conformance.py",), {}),
+    "capture": (("test_npu_capture.py",), {}),
+    "update at once": (("test_npu_update.py",), {"SIMULATED_CANN_HANG_S": "1"}),
+    "update in order": (("test_npu_update.py",), {"SIMULATED_CANN_HANG_S": "1", "SIMULATED_CANN_ORDERED_UPDATES": "1"}),
 }
 
 

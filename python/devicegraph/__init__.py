@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from devicegraph.backends.breaks import current_batch as current_batch
     from devicegraph.backends.breaks import eager_on_graph as eager_on_graph
     from devicegraph.backends.full import FullCudaGraphBackend as FullCudaGraphBackend
+    from devicegraph.backends.input_update import InputUpdate as InputUpdate
+    from devicegraph.backends.npu import NPUCudaGraphBackend as NPUCudaGraphBackend
     from devicegraph.backends.segmented import Coverage as Coverage
     from devicegraph.backends.split_ops import register_split_op as register_split_op
     from devicegraph.backends.split_ops import split_operators as split_operators
@@ -112,6 +114,8 @@ _MODULES = {
         "eager_on_graph",
     ),
     "backends.full": ("FullCudaGraphBackend",),
+    "backends.input_update": ("InputUpdate",),
+    "backends.npu": ("NPUCudaGraphBackend",),
     "backends.segmented": ("Coverage",),
     "backends.split_ops": (
         "register_split_op",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from devicegraph.backends.input_update import InputUpdate
     from devicegraph.parallel import Proposal
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -118,6 +119,12 @@ class Hooks:
             captured a segment.
         vote: `vote(proposal) -> proposal`, makes the data-parallel ranks agree; None where there is nobody to ask.
         rank: 0 shows progress.
+        streams_per_graph: how many streams of the device a captured forward takes, 1 by default: more where it forks
+            side streams or communicates. Where a device has few streams, this limits how many buckets are captured.
+        input_updates: what captured operators keep from the host and each replay updates, a tuple of `InputUpdate`;
+            none by default. For devices with such operators (`npu`).
+        overlap_input_updates: whether a graph is launched before it is updated, see `NPUCudaGraphBackend`; not by
+            default.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -149,6 +156,9 @@ class Hooks:
         self.barrier: Callable[[], None] | None = find("barrier", None)
         self.vote: Callable[[Proposal], Proposal] | None = find("vote", None)
         self.rank: int = getattr(engine, "rank", 0)
+        self.streams_per_graph = as_count("streams_per_graph", getattr(engine, "streams_per_graph", 1))
+        self.input_updates: Sequence[InputUpdate] = find("input_updates", ())
+        self.overlap_input_updates = bool(find("overlap_input_updates", False))
         if self.variant is not None and self.variants == (None,):
             raise ConfigError(
                 "the engine has a `variant` hook but no `variants`",

@@ -21,7 +21,7 @@ import torch
 
 from devicegraph.backends.split_ops import OLDEST_TORCH_FOR_PIECES, split_operators
 from devicegraph.devices import CAPTURE_ERROR_MODES, GraphMemoryPool
-from devicegraph.errors import BackendError, CaptureError
+from devicegraph.errors import BackendError, CaptureError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -40,7 +40,7 @@ _BACKENDS: Final = {
         ("breakable", "BreakableCudaGraphBackend"),
         ("tc_piecewise", "TcPiecewiseCudaGraphBackend"),
     )
-}
+} | {"npu:full": "devicegraph.backends.npu:NPUCudaGraphBackend"}
 _ENTRY_POINTS: Final = "devicegraph.backends"
 
 #: One for each device in use; it goes with the last backend that uses it.
@@ -302,6 +302,7 @@ def resolve_prefill_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | N
 
     Raises:
         BackendError: see `backend_class`.
+        ConfigError: `phase-not-on-device` where the device captures decode only.
     """
     return _resolve(runner, "prefill")
 
@@ -311,6 +312,13 @@ def _resolve(runner: CapturingRunner, phase: str) -> BaseCudaGraphBackend | None
     assert word is not None  # a configuration names one for every phase
     if word == "disabled":
         return None
+    if phase not in runner.adapter.phases:
+        raise ConfigError(
+            f"{phase}.backend: `{word}`: device `{runner.adapter.type}` captures graphs of "
+            f"{', '.join(runner.adapter.phases)} only",
+            code="phase-not-on-device",
+            hint="set it to `disabled`, or resolve the configuration with the fact `device`, which does it",
+        )
     if word == "tc_piecewise" and (reason := _why_not_piecewise()) is not None:
         word, runner.fallback = "breakable", reason
     backend = backend_class(runner.adapter.type, word)

@@ -19,7 +19,7 @@ import torch
 from devicegraph.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -66,6 +66,19 @@ class DeviceMemory:
     reserved: int
     free: int | None
     total: int | None
+
+
+@dataclass(frozen=True)
+class UpdatableCall:
+    """A captured call of an operator whose host arguments can be updated.
+
+    Attributes:
+        operator: its name without overload.
+        captured: the host arguments by update key, as they were captured.
+    """
+
+    operator: str
+    captured: Mapping[str, Any]
 
 
 class DeviceGraph(Protocol):

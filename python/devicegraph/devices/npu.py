@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices import (
+    Availability,
+    CaptureErrorMode,
+    DeviceAdapter,
+    DeviceMemory,
+    GraphMemoryPool,
+    UpdatableCall,
+)
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 #: What torch_npu says when the device has no stream left for another graph; error numbers, and a text of the driver.
 _OUT_OF_STREAMS: Final = ("207005", "207008", "Stream resources are insufficient", "Alloc sq cq fail")
@@ -46,14 +53,29 @@ class NpuGraph:
         self._anchor: Any = None
 
     @property
-    def records(self) -> list[Any]:
-        """What torch_npu noted of each operator whose host arguments can be updated, in the order of the capture."""
-        return list(self.raw.graph_dispatch_mode.graph_dispatch_records)
-
-    @property
     def update_stream(self) -> Any:
         """The stream that torch_npu updates on: one for the whole process."""
         return self.raw.graph_dispatch_mode.update_stream
+
+    def updatable_calls(self) -> list[UpdatableCall]:
+        """The captured calls of operators that torch_npu has a handler for, in the order of the capture."""
+        return [_call(record) for record in self.raw.graph_dispatch_mode.graph_dispatch_records]
+
+    def update(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Puts values into the host arguments of the calls, one mapping by key for each call.
+
+        Each update has to be followed, or was preceded, by exactly one replay.
+        """
+        self.raw.update(cpu_update_input=list(values))
+
+    def end_update(self) -> None:
+        """Ends an update that failed in the middle of a call, so that others can follow."""
+        _npu().graph_task_update_end(self.update_stream)
+
+    def release(self) -> None:
+        """Lets a replay pass that waits for an update. The graph is of no use afterwards."""
+        for record in self.raw.graph_dispatch_mode.graph_dispatch_records:
+            record.event.record(self.update_stream)
 
     def keep(self, pool: GraphMemoryPool) -> None:
         """Counts a finished capture on its pool."""
@@ -162,8 +184,8 @@ class NpuDevice(DeviceAdapter):
                 mode.__exit__(None, None, None)
             _npu().set_stream(stream)
             self._abandon(graph, pool, handle)
-            if isinstance(error, Exception) and is_out_of_streams(error):
-                raise out_of_streams(error) from error
+            if isinstance(error, RuntimeError) and _is_out_of_streams(error):
+                raise _out_of_streams(error) from error
             raise
 
     def _abandon(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> None:
@@ -236,12 +258,33 @@ class NpuDevice(DeviceAdapter):
             _npu().empty_cache()
 
 
-def is_out_of_streams(error: BaseException) -> bool:
+def _call(record: Any) -> UpdatableCall:
+    name = record.op_cache_entry.__name__
+    handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
+    # torch_npu updates a keyword argument that was given under the key's name, and what the operator's handler lists.
+    captured = {key: value for key, value in record.kwargs.items() if _is_on_host(value)}
+    for kind, place, key in handlers._NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name):
+        if kind == "arg" and place < len(record.args):
+            captured[key] = record.args[place]
+        elif kind == "kwarg" and place in record.kwargs:
+            captured[key] = record.kwargs[place]
+    captured = {key: value for key, value in captured.items() if _is_on_host(value)}
+    return UpdatableCall(name.rpartition(".")[0] or name, captured)
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether a value is a row of numbers in host memory, as lengths are."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu" and value.dim() == 1
+    return isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value)
+
+
+def _is_out_of_streams(error: BaseException) -> bool:
     """Whether an error of torch_npu means that the device has no stream left for a graph."""
     return any(text in str(error) for text in _OUT_OF_STREAMS)
 
 
-def out_of_streams(error: BaseException) -> CaptureError:
+def _out_of_streams(error: BaseException) -> CaptureError:
     """The typed form of such an error, to be raised from it."""
     return CaptureError(
         f"the device has no stream left for another graph: {str(error).strip().splitlines()[0]}",

@@ -35,8 +35,8 @@ class BaseCudaGraphRunner(CapturingRunner):
         backend: how to capture; by default what the configuration asks for on this device.
         capture_error_mode: see `BaseCudaGraphBackend`.
         order: `descending` captures the largest shape first, so that the smaller ones fit into its memory.
-        on_error: `drop` goes on without a graph that ran out of memory, `raise` stops. Anything else that goes wrong in
-            a capture is raised in both.
+        on_error: `drop` goes on without a graph that ran out of memory or of the device's streams, `raise` stops.
+            Anything else that goes wrong in a capture is raised in both.
         clone_outputs: return copies that the caller owns, instead of views that are valid until the next replay in the
             same graph memory pool.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from devicegraph.errors import CaptureError
 from devicegraph.outputs import check_row_axes, infer_row_axes, shapes_of, unclear_rows
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     Shapes = dict[ShapeKey, list[tuple[int, ...]]]
 
 
+#: What a capture may run out of, with fewer graphs as the way out.
+_DROPPED: Final = ("out-of-memory", "out-of-graph-resources")
+
+
 def capture_shapes(
     runner: CapturingRunner, keys: Sequence[ShapeKey]
 ) -> tuple[tuple[CapturedBucket, ...], tuple[DroppedCapture, ...]]:
     """Captures the graphs of `keys` in order, inside the backend's session; what was captured, and what was dropped.
 
     Raises:
-        CaptureError: a forward that cannot be captured, or with `on_error="raise"` one that ran out of memory.
+        CaptureError: a forward that cannot be captured, or, with `on_error="raise"`, one that ran out of memory.
     """
     captured: list[CapturedBucket] = []
     dropped: list[DroppedCapture] = []
@@ -55,7 +59,7 @@ def _capture_one(runner: CapturingRunner, key: ShapeKey, shapes: Shapes) -> str 
         shapes[key] = shapes_of(runner.capture_key(key))
     except CaptureError as caught:
         error = caught
-    is_dropped = error is not None and error.code == "out-of-memory" and runner.on_error == "drop"
+    is_dropped = error is not None and error.code in _DROPPED and runner.on_error == "drop"
     # A graph that is missing on one rank must not be chosen on any, and a rank that gives up must not leave the others
     # waiting in their next capture: so all of them are asked, also before an error ends the capture here.
     proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
-import torch
-
 from devicegraph.backends import resolve_decode_backend
 from devicegraph.buckets import decode_buckets
-from devicegraph.engine import as_count
+from devicegraph.devices import get_device_adapter
+from devicegraph.engine import Hooks, as_count
 from devicegraph.errors import ConfigError
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.buckets import Buckets
     from devicegraph.config import CudaGraphConfig
-    from devicegraph.devices import CaptureErrorMode, GraphMemoryPool
-    from devicegraph.engine import ModelRunner
+    from devicegraph.devices import CaptureErrorMode, DeviceAdapter, GraphMemoryPool
+    from devicegraph.engine import Limits, ModelRunner
     from devicegraph.outputs import RowAxis
     from devicegraph.registry import CudaGraphBufferRegistry
     from devicegraph.runners.progress import CaptureProgress
@@ -45,7 +44,8 @@ def get_batch_sizes_to_capture(
     Returns:
         `(capture_bs, compile_bs)`, both ascending; the second is empty unless the backend compiles.
     """
-    capture_bs = list(_buckets(model_runner, config, num_tokens_per_bs))
+    adapter, hooks = get_device_adapter(model_runner.device), Hooks(model_runner)
+    capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs))
     return capture_bs, capture_bs.copy() if config.decode.backend == "tc_piecewise" else []
 
 
@@ -97,7 +97,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         )
 
     def _make_buckets(self) -> Buckets:
-        return _buckets(self.model_runner, self.config, self.num_tokens_per_bs)
+        return _buckets(self.adapter, self.hooks, self.model_runner.limits, self.config, self.num_tokens_per_bs)
 
     def _make_registry(self) -> CudaGraphBufferRegistry:
         maximum = max(self.buckets.maximum, 1)
@@ -106,7 +106,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
             max_bs=maximum,
             max_num_token=maximum * self.num_tokens_per_bs,
             seq_len_fill_value=getattr(self.model_runner, "seq_len_fill_value", 1),
-            cache_loc_dtype=getattr(self.model_runner, "cache_loc_dtype", torch.int64),
+            cache_loc_dtype=getattr(self.model_runner, "cache_loc_dtype", self.adapter.cache_loc_dtype),
         )
 
     def _resolve_backend(self) -> BaseCudaGraphBackend | None:
@@ -122,8 +122,9 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         return bs if num_tokens == bs * self.num_tokens_per_bs else "not-uniform"
 
 
-def _buckets(model_runner: ModelRunner, config: CudaGraphConfig, num_tokens_per_bs: int) -> Buckets:
-    limits = model_runner.limits
+def _buckets(
+    adapter: DeviceAdapter, hooks: Hooks, limits: Limits, config: CudaGraphConfig, num_tokens_per_bs: int
+) -> Buckets:
     if num_tokens_per_bs > limits.max_num_tokens:
         raise ConfigError(
             f"num_tokens_per_bs: {num_tokens_per_bs} tokens of one request are more than the engine's "
@@ -136,4 +137,12 @@ def _buckets(model_runner: ModelRunner, config: CudaGraphConfig, num_tokens_per_
         padding=config.padding,
         num_tokens_per_bs=num_tokens_per_bs,
         limit=min(limits.max_bs, limits.max_num_tokens // num_tokens_per_bs),
+        max_graphs=_max_graphs(adapter, hooks),
     )
+
+
+def _max_graphs(adapter: DeviceAdapter, hooks: Hooks) -> int | None:
+    """How many buckets the device has streams for; None where streams are no limit."""
+    if adapter.stream_limit is None:
+        return None
+    return max(adapter.stream_limit // (hooks.streams_per_graph * len(hooks.variants)), 1)
