@@ -157,7 +157,7 @@ class NpuDevice(DeviceAdapter):
                 auto_dispatch_capture=True,
                 capture_error_mode=capture_error_mode,
             )
-            with self._restored(before, depth, graph, pool, handle):
+            with self._restored(before, depth, graph, handle):
                 capture.__enter__()
                 try:
                     yield
@@ -173,8 +173,9 @@ class NpuDevice(DeviceAdapter):
                 graph.keep(pool)
 
     @contextmanager
-    def _restored(self, stream: Any, depth: int, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> Iterator[None]:
+    def _restored(self, stream: Any, depth: int, graph: NpuGraph, handle: Any) -> Iterator[None]:
         """Where the block raises: the stream and the dispatch modes from before, no graph, and the memory back."""
+        held = handle.use_count()
         try:
             yield
         except BaseException as error:
@@ -183,26 +184,28 @@ class NpuDevice(DeviceAdapter):
             for mode in reversed(_get_current_dispatch_mode_stack()[depth:]):
                 mode.__exit__(None, None, None)
             _npu().set_stream(stream)
-            self._abandon(graph, pool, handle)
+            self._abandon(graph, handle, held)
             if isinstance(error, RuntimeError) and _is_out_of_streams(error):
                 raise _out_of_streams(error) from error
             raise
 
-    def _abandon(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> None:
+    def _abandon(self, graph: NpuGraph, handle: Any, held: int) -> None:
         """Gives back what a failed capture had allocated.
 
-        torch_npu does so for a capture that ended. Where the end failed it believes that the capture goes on, and keeps
-        its memory for good: the allocator is told otherwise here. The pool then goes on with other memory; graphs that
-        were captured before keep what they have.
+        torch_npu does so for a capture that ended well. Where the end failed, the graph's hold on the pool stays for
+        good, and with it the memory: it is taken back here. The pool can be used again then.
+
+        Args:
+            graph: what was captured.
+            handle: the pool's.
+            held: how many held the pool before the capture.
         """
         binding = importlib.import_module("torch_npu._C")
         graph.raw.reset()
-        try:
+        with contextlib.suppress(RuntimeError):  # it has ended, where the capture came as far as its end
             binding._npu_endAllocateToPool(self.device.index, handle.id)
-        except RuntimeError:
-            return  # it had ended
-        binding._npu_releasePool(self.device.index, handle.id)
-        pool.renew()
+        for _ in range(handle.use_count() - held):
+            binding._npu_releasePool(self.device.index, handle.id)
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
         """See `DeviceAdapter.weak_outputs`."""
