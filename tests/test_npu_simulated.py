@@ -13,11 +13,20 @@ import pytest
 from npu_sim import simulation
 
 #: Files of tests/npu, and the simulated device that they need.
-RUNS = {
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "conformance": (("test_npu_conformance.py",), {}),
-    "capture": (("test_npu_capture.py",), {}),
-    "update at once": (("test_npu_update.py",), {"SIMULATED_CANN_HANG_S": "1"}),
-    "update in order": (("test_npu_update.py",), {"SIMULATED_CANN_HANG_S": "1", "SIMULATED_CANN_ORDERED_UPDATES": "1"}),
+    "one device": (
+        ("test_npu_capture.py", "test_npu_runner.py", "test_npu_signatures.py", "test_npu_update.py"),
+        {},
+    ),
+    # Whether a device makes an update at once or in the order of the stream is not public: both have to do.
+    "updates in order": (
+        ("test_npu_runner.py", "test_npu_update.py"),
+        {"SIMULATED_CANN_ORDERED_UPDATES": "1"},
+    ),
+    "two devices": (("test_npu_two_devices.py",), {"SIMULATED_CANN_DEVICES": "2"}),
+    "few streams": (("test_npu_few_streams.py",), {"SIMULATED_CANN_GRAPHS": "3"}),
+    "task queue": (("test_npu_task_queue.py",), {"TASK_QUEUE_ENABLE": "2"}),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +34,22 @@ def never_hangs(where: str) -> Iterator[None]:
     yield
     npu.synchronize()
     assert (_hangs() if where == "simulated" else 0) == before
+
+
+@contextmanager
+def _expect_hang() -> Iterator[None]:
+    """Expects the simulated device to wait for what nobody does; until the block ends, the stream is busy."""
+    library = ctypes.CDLL("libascendcl.so")
+    library.simulated_hang_limit.restype = ctypes.c_double
+    before = _hangs()
+    library.simulated_hold(ctypes.c_void_p(npu.current_stream().npu_stream))
+    limit = library.simulated_hang_limit(ctypes.c_double(0.5))
+    yield
+    library.simulated_release()
+    with pytest.raises(RuntimeError):
+        npu.synchronize()
+    library.simulated_hang_limit(ctypes.c_double(limit))
+    assert _hangs() > before
 
 
 @pytest.fixture
@@ -120,11 +136,8 @@ def test_single_calls_can_have_values_of_their_own(make_backend: Any) -> None:
 @pytest.mark.usefixtures("only_simulated")
 def test_a_replay_without_an_update_is_refused_where_it_would_hang(make_backend: Any) -> None:
     graph, _ = _raw(Rows())
-    before = _hangs()
-    graph.replay()
-    with pytest.raises(RuntimeError):
-        npu.synchronize()
-    assert _hangs() > before
+    with _expect_hang():
+        graph.replay()
 
     backend = make_backend(Rows())
     before = _hangs()
@@ -143,14 +156,10 @@ def test_a_replay_without_an_update_is_refused_where_it_would_hang(make_backend:
 def test_steps_without_a_wait_in_between_are_right_where_torch_npus_own_hang(make_backend: Any) -> None:
     rows = Rows()
     graph, _ = _raw(rows)
-    before = _hangs()
-    for _ in range(2):
-        rows.slow.add_(1)  # the device is still at the last step when the next one is launched
-        graph.update(cpu_update_input=[{"lengths": [5, 5]}])
-        graph.replay()
-    with pytest.raises(RuntimeError):
-        npu.synchronize()
-    assert _hangs() > before
+    with _expect_hang():
+        for _ in range(2):
+            graph.update(cpu_update_input=[{"lengths": [5, 5]}])
+            graph.replay()
 
     backend = make_backend(rows, LENGTHS)
     before, seen = _hangs(), []

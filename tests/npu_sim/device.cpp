@@ -15,6 +15,8 @@ thread_local int capture_mode = 0;
 namespace {
 std::string last_error;
 std::map<std::string, long> counts;
+std::atomic<double> hang_limit{60};
+bool is_held = false;
 }  // namespace
 
 double number_of(const char* variable, double fallback) {
@@ -135,8 +137,7 @@ bool breaks_a_capture() {
 
 int wait_until(const std::function<bool()>& holds, const char* what) {
     std::unique_lock<std::mutex> lock(mutex);
-    std::chrono::duration<double> limit(number_of("SIMULATED_CANN_HANG_S", 5));
-    if (changed.wait_for(lock, limit, holds)) return 0;
+    if (changed.wait_for(lock, std::chrono::duration<double>(hang_limit.load()), holds)) return 0;
     counts["hang"]++;
     last_error = std::string("the simulated device hangs: ") + what;
     fprintf(stderr, "%s\n", last_error.c_str());
@@ -161,4 +162,30 @@ EXPORTED long simulated_count(const char* name) {
 // `submit` for the operator library.
 EXPORTED int simulated_submit(void* stream, const char* name, int (*function)(void*), void* argument) {
     return simulated::submit(stream, name, [=](simulated::Stream*) { return function(argument); });
+}
+
+// After how many seconds a wait for what nobody does ends; returns the limit from before.
+EXPORTED double simulated_hang_limit(double seconds) {
+    return simulated::hang_limit.exchange(seconds);
+}
+
+// Keeps a stream busy until `simulated_release`.
+EXPORTED void simulated_hold(void* stream) {
+    {
+        std::lock_guard<std::mutex> lock(simulated::mutex);
+        simulated::is_held = true;
+    }
+    simulated::stream_of(stream)->push({"hold", [](simulated::Stream*) {
+                                            std::unique_lock<std::mutex> held(simulated::mutex);
+                                            simulated::changed.wait(held, [] { return !simulated::is_held; });
+                                            return 0;
+                                        }});
+}
+
+EXPORTED void simulated_release() {
+    {
+        std::lock_guard<std::mutex> lock(simulated::mutex);
+        simulated::is_held = false;
+    }
+    simulated::changed.notify_all();
 }

@@ -104,7 +104,7 @@ void count(const char* name);
 int submit(aclrtStream stream, const char* name, std::function<int(Stream*)> run);
 // Whether a call that waits is unsafe now because of a capture, which it invalidates.
 bool breaks_a_capture();
-// Waits on a stream's thread. A device would wait for ever: here it ends after SIMULATED_CANN_HANG_S, with an error.
+// Waits on a stream's thread. A device would wait for ever: here it ends after a while, with an error.
 int wait_until(const std::function<bool()>& holds, const char* what);
 double number_of(const char* variable, double fallback);
 
