@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from devicegraph.devices import DeviceAdapter as DeviceAdapter
     from devicegraph.devices import DeviceMemory as DeviceMemory
     from devicegraph.devices import GraphMemoryPool as GraphMemoryPool
+    from devicegraph.devices import UpdatableCall as UpdatableCall
     from devicegraph.devices import get_device_adapter as get_device_adapter
     from devicegraph.engine import Limits as Limits
     from devicegraph.engine import ModelRunner as ModelRunner
@@ -146,6 +147,7 @@ _MODULES = {
         "DeviceAdapter",
         "DeviceMemory",
         "GraphMemoryPool",
+        "UpdatableCall",
         "get_device_adapter",
     ),
     "engine": (

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "serve prompts of a real model through captured graphs, and check every token",
     ),
     "explain": ("devicegraph.commands.explain", "what a configuration comes to, and who said what"),
+    "doctor": ("devicegraph.doctor", "what this machine can do, and why not more"),
     "buckets": ("devicegraph.commands.buckets", "which sizes are captured, and why others are not"),
 }
 

@@ -272,13 +272,17 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
                 code="plugin-failed",
                 hint=f"repair or remove the package that provides the entry point `{name}` of `{_ENTRY_POINTS}`",
             ) from error
-    known = sorted({*_BACKENDS, *(point.name for point in entry_points(group=_ENTRY_POINTS))})
-    here = [entry.split(":")[1] for entry in known if entry.split(":")[0] == device_type]
     raise BackendError(
         f"backend `{backend}` is not available on device `{device_type}`",
         code="backend-not-available",
-        hint=f"on `{device_type}` there are: {', '.join([*here, 'disabled'])}",
+        hint=f"on `{device_type}` there are: {', '.join(backend_words(device_type))}",
     )
+
+
+def backend_words(device_type: str) -> list[str]:
+    """The configuration's words that mean something on a device; `disabled` is one everywhere."""
+    known = sorted({*_BACKENDS, *(point.name for point in entry_points(group=_ENTRY_POINTS))})
+    return [*(entry.split(":")[1] for entry in known if entry.split(":")[0] == device_type), "disabled"]
 
 
 def resolve_decode_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | None:

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Availability", "CaptureErrorMode", "DeviceAdapter", "DeviceGraph", "DeviceMemory", "get_device_adapter"]
+__all__ = [
+    "Availability",
+    "CaptureErrorMode",
+    "DeviceAdapter",
+    "DeviceGraph",
+    "DeviceMemory",
+    "UpdatableCall",
+    "get_device_adapter",
+]
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 CAPTURE_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
@@ -380,6 +388,14 @@ def _check_available(adapter: type[DeviceAdapter], device: object) -> None:
 def device_types() -> list[str]:
     """Every device type that has an adapter, this package's first."""
     return list(dict.fromkeys([*_ADAPTERS, *(point.name for point in entry_points(group=_ENTRY_POINTS))]))
+
+
+def device_availability(device_type: str) -> Availability:
+    """Whether devices of a type can be used here; an adapter that cannot be loaded is a reason like others."""
+    try:
+        return _adapter_class(device_type).availability()
+    except BackendError as error:
+        return Availability(False, error.message, error.hint)
 
 
 def _adapter_class(device_type: str) -> type[DeviceAdapter]:
