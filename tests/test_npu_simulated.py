@@ -16,7 +16,13 @@ from npu_sim import simulation
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "conformance": (("test_npu_conformance.py",), {}),
     "one device": (
-        ("test_npu_capture.py", "test_npu_runner.py", "test_npu_signatures.py", "test_npu_update.py"),
+        (
+            "test_npu_capture.py",
+            "test_npu_docs.py",
+            "test_npu_runner.py",
+            "test_npu_signatures.py",
+            "test_npu_update.py",
+        ),
         {},
     ),
     # Whether a device makes an update at once or in the order of the stream is not public: both have to do.

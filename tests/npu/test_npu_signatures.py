@@ -85,18 +85,3 @@ def test_streams_and_events_have_what_their_users_call() -> None:
     assert event.query() in (True, False)
     stream.wait_stream(npu.current_stream())
     stream.synchronize()
-
-
-@pytest.mark.parametrize(
-    ("operator", "keys"),
-    [
-        ("npu_fused_infer_attention_score", {"actual_seq_lengths", "actual_seq_lengths_kv"}),
-        ("npu_fused_infer_attention_score_v2", {"actual_seq_qlen", "actual_seq_kvlen"}),
-        ("_npu_paged_attention", {"context_lens"}),
-    ],
-)
-def test_the_keys_that_the_documentation_names_are_those_of_torch_npus_handlers(operator: str, keys: set[str]) -> None:
-    from torch_npu.npu._npugraph_handlers.npugraph_handler import _NPU_GRAPH_OP_HANDLERS
-
-    name = f"{operator}.default"
-    assert {key for _, _, key in _NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name)} == keys
