@@ -52,7 +52,7 @@ def test_the_error_says_what_to_do_and_leaves_nothing_behind() -> None:
         assert runner.graphs == {}
 
 
-def test_what_a_failed_begin_leaves_behind_takes_no_further_memory() -> None:
+def test_a_pool_takes_captures_again_after_one_that_could_not_begin() -> None:
     adapter = dg.get_device_adapter("npu")
     pool, stream = dg.GraphMemoryPool(adapter), adapter.stream()
     graphs: list[Any] = []
@@ -68,14 +68,11 @@ def test_what_a_failed_begin_leaves_behind_takes_no_further_memory() -> None:
         capture()
     with pytest.raises(dg.CaptureError):
         capture()
-    with adapter.stream_context(stream):
-        eager = torch.zeros(1 << 20, device="npu")  # of the stream that the capture was to be on
-    owners = [
-        s["segment_pool_id"]
-        for s in npu.memory_snapshot()
-        if s["address"] <= eager.data_ptr() < s["address"] + s["total_size"]
-    ]
-    assert owners
-    assert tuple(owners[0]) != tuple(pool.handle.id)
+    graphs.pop().reset()
+    capture()  # torch_npu still believed that it was recording into the pool
+    for graph in graphs:
+        graph.replay()
+    adapter.synchronize()
+    assert x.tolist() == [3] * 4
     for graph in graphs:
         graph.reset()

@@ -211,6 +211,8 @@ def test_a_key_that_no_call_has_is_an_error_where_old_lengths_would_stay(make_ba
         pytest.param([{"lengths": [1, 2, 3]}], "update-length", ("2 values", "3 were"), id="too long"),
         pytest.param([{"lengths": [1]}], "update-length", ("2 values", "1 were"), id="too short"),
         pytest.param([{"lengths": [1, 2]}, {}], "update-missing", ("call 1 of 2",), id="a call left out"),
+        pytest.param({"lengths": [1, 2]}, "update-type", ("a list of mappings",), id="no list"),
+        pytest.param([[1, 2]], "update-type", ("a list of mappings",), id="no mapping"),
         pytest.param([{"lengths": torch.tensor([1, 2])}], "update-type", ("`list`", "`Tensor`"), id="a tensor"),
     ],
 )
@@ -299,6 +301,18 @@ def test_a_failing_update_launches_nothing_and_the_next_step_is_right(make_backe
     for lengths in ([7, 8], [1, 2]):
         assert _column(backend.replay(1, _batch(*lengths))) == [length**2 for length in lengths]
     assert threading.active_count() == threads
+
+
+@pytest.mark.usefixtures("never_hangs")
+def test_an_interrupt_in_an_update_passes_and_the_next_step_is_right(make_backend: Any) -> None:
+    backend = make_backend(Rows(2), LENGTHS)
+    fault.error = KeyboardInterrupt()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            backend.replay(1, _batch(5, 6))
+    finally:
+        fault.error = None
+    assert _column(backend.replay(1, _batch(7, 8))) == [49, 64]
 
 
 @pytest.mark.usefixtures("never_hangs")

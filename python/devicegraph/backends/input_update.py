@@ -151,6 +151,10 @@ def for_every_call(calls: Sequence[UpdatableCall], given: Sequence[Mapping[str, 
     Raises:
         ReplayError: `update-count`, `update-unknown-key`, `update-missing`, `update-type`, `update-length`.
     """
+    if isinstance(given, Mapping) or not all(isinstance(update, Mapping) for update in given):
+        raise ReplayError(
+            "input updates are a list of mappings by key, one for each call or one for all of them", code="update-type"
+        )
     updates = [dict(update) for update in given]
     if len(updates) == 1:
         updates *= len(calls)

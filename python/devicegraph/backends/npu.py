@@ -219,8 +219,10 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
                 # outside of it.
                 with torch.inference_mode(updates.is_inference), torch.set_grad_enabled(updates.is_grad):
                     graph.update(values)
-            except Exception as error:
+            except BaseException as error:
                 self._end_failed_update(shape_key, graph)
+                if not isinstance(error, Exception):
+                    raise
                 raise ReplayError(
                     f"{self.phase}: updating the graph of {shape_key} failed: {type(error).__name__}: {error}",
                     code="update-failed",

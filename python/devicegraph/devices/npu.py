@@ -157,7 +157,7 @@ class NpuDevice(DeviceAdapter):
                 auto_dispatch_capture=True,
                 capture_error_mode=capture_error_mode,
             )
-            with self._restored(before, depth, graph, handle):
+            with self._restored(before, depth, graph, pool, handle):
                 capture.__enter__()
                 try:
                     yield
@@ -173,7 +173,7 @@ class NpuDevice(DeviceAdapter):
                 graph.keep(pool)
 
     @contextmanager
-    def _restored(self, stream: Any, depth: int, graph: NpuGraph, handle: Any) -> Iterator[None]:
+    def _restored(self, stream: Any, depth: int, graph: NpuGraph, pool: GraphMemoryPool, handle: Any) -> Iterator[None]:
         """Where the block raises: the stream and the dispatch modes from before, no graph, and the memory back."""
         held = handle.use_count()
         try:
@@ -184,26 +184,30 @@ class NpuDevice(DeviceAdapter):
             for mode in reversed(_get_current_dispatch_mode_stack()[depth:]):
                 mode.__exit__(None, None, None)
             _npu().set_stream(stream)
-            self._abandon(graph, handle, held)
+            self._abandon(graph, pool, handle, held)
             if isinstance(error, RuntimeError) and _is_out_of_streams(error):
                 raise _out_of_streams(error) from error
             raise
 
-    def _abandon(self, graph: NpuGraph, handle: Any, held: int) -> None:
+    def _abandon(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any, held: int) -> None:
         """Gives back what a failed capture had allocated.
 
         torch_npu does so for a capture that ended well. Where the end failed, the graph's hold on the pool stays for
-        good, and with it the memory: it is taken back here. The pool can be used again then.
+        good, and with it the memory: it is taken back here.
 
         Args:
             graph: what was captured.
-            handle: the pool's.
+            pool: where to.
+            handle: the pool's at that time.
             held: how many held the pool before the capture.
         """
         binding = importlib.import_module("torch_npu._C")
         graph.raw.reset()
-        with contextlib.suppress(RuntimeError):  # it has ended, where the capture came as far as its end
+        with contextlib.suppress(RuntimeError):  # it has ended, unless the capture could not even begin
             binding._npu_endAllocateToPool(self.device.index, handle.id)
+            # The allocator of pinned memory cannot be told, and refuses the handle from now on. Graphs that were
+            # captured before keep what they have.
+            pool.renew()
         for _ in range(handle.use_count() - held):
             binding._npu_releasePool(self.device.index, handle.id)
 

@@ -43,6 +43,10 @@ def get_batch_sizes_to_capture(
 
     Returns:
         `(capture_bs, compile_bs)`, both ascending; the second is empty unless the backend compiles.
+
+    Raises:
+        BackendError: the engine's device is not available here.
+        ConfigError: an engine that lacks something, or more tokens for a request than it can take.
     """
     adapter, hooks = get_device_adapter(model_runner.device), Hooks(model_runner)
     capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs))
