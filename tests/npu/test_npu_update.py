@@ -182,6 +182,21 @@ def test_overlapping_steps_are_right_too(make_backend: Any) -> None:
 
 
 @pytest.mark.usefixtures("never_hangs")
+def test_a_step_on_the_stream_of_the_updates_does_not_overlap_where_it_would_hang(make_backend: Any) -> None:
+    backend = make_backend(Rows(2), LENGTHS, overlap_input_updates=True)
+    stream = npu.NPUGraph().graph_dispatch_mode.update_stream
+    with npu.stream(stream):
+        for lengths in ([3, 4], [5, 6]):
+            assert _column(backend.replay(1, _batch(*lengths))) == [length**2 for length in lengths]
+
+
+def test_the_stream_of_the_updates_is_not_handed_out_where_torch_npu_does_it(adapter: dg.DeviceAdapter) -> None:
+    reserved = npu.NPUGraph().graph_dispatch_mode.update_stream
+    assert reserved in [npu.Stream() for _ in range(32)]
+    assert reserved not in [adapter.stream() for _ in range(64)]
+
+
+@pytest.mark.usefixtures("never_hangs")
 def test_a_key_that_no_call_has_is_an_error_where_old_lengths_would_stay(make_backend: Any) -> None:
     graph, output = _raw(Rows())
     for key, lengths in (("lengths", [5, 5]), ("lenghts", [9, 9])):
@@ -362,7 +377,7 @@ def test_threads_that_update_different_graphs_take_turns(make_backend: Any) -> N
 
     def serve(backend: Any, first: int) -> None:
         try:
-            with torch.npu.stream(torch.npu.Stream()):
+            with backend.adapter.stream_context(backend.adapter.stream()):
                 for step in range(first, first + 40):
                     if _column(backend.replay(1, _batch(step, 1))) != [step**3, 1]:
                         wrong.append(step)

@@ -207,12 +207,14 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
     def _replay_updated(self, shape_key: Hashable, updates: _Updates, values: list[dict[str, Any]]) -> Any:
         captured = self._captured[shape_key]
         graph: Any = captured.graph
+        # On the stream of the updates a graph would wait for an update that is queued behind it.
+        overlaps = self.overlap_input_updates and self.adapter.current_stream() != graph.update_stream
         with _updating:
             if updates.fence is not None:
                 # Else an update could come before the last replay has taken the one before, and one of them would be
                 # lost: the device would wait for it for ever.
                 updates.fence.synchronize()
-            if self.overlap_input_updates:
+            if overlaps:
                 graph.replay()
             try:
                 # In the capture's modes: operators that write into tensors made in inference mode refuse to run
@@ -220,27 +222,27 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
                 with torch.inference_mode(updates.is_inference), torch.set_grad_enabled(updates.is_grad):
                     graph.update(values)
             except BaseException as error:
-                self._end_failed_update(shape_key, graph)
+                self._end_failed_update(shape_key, graph, is_launched=overlaps)
                 if not isinstance(error, Exception):
                     raise
                 raise ReplayError(
                     f"{self.phase}: updating the graph of {shape_key} failed: {type(error).__name__}: {error}",
                     code="update-failed",
                     hint="the graph ran with old values and is dropped"
-                    if self.overlap_input_updates
+                    if overlaps
                     else "the graph was not launched; the next replay updates all of it",
                 ) from error
-            if not self.overlap_input_updates:
+            if not overlaps:
                 graph.replay()
             if updates.fence is None:
                 updates.fence = self.adapter.event()
             updates.fence.record(self.adapter.current_stream())
         return captured.output
 
-    def _end_failed_update(self, shape_key: Hashable, graph: Any) -> None:
+    def _end_failed_update(self, shape_key: Hashable, graph: Any, *, is_launched: bool) -> None:
         with contextlib.suppress(Exception):
             graph.end_update()
-        if self.overlap_input_updates:
+        if is_launched:
             # It is queued, and would wait for ever for what was not updated.
             graph.release()
             self.adapter.synchronize()

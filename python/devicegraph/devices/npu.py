@@ -222,8 +222,15 @@ class NpuDevice(DeviceAdapter):
         return [weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
 
     def stream(self) -> Any:
-        """A stream of torch_npu's pool, which hands the same few out again and again."""
-        return _npu().Stream(device=self.device)
+        """A stream of torch_npu's pool, which hands the same few out again and again, but not the one for updates.
+
+        What is launched there while another thread updates a graph would be taken for a part of the update.
+        """
+        reserved = self.graph().update_stream
+        while True:
+            stream = _npu().Stream(device=self.device)
+            if stream != reserved:
+                return stream
 
     def current_stream(self) -> Any:
         """This thread's current stream on the device."""
