@@ -160,6 +160,8 @@ def test_steps_without_a_wait_in_between_are_right_where_torch_npus_own_hang(mak
         for _ in range(2):
             graph.update(cpu_update_input=[{"lengths": [5, 5]}])
             graph.replay()
+        # Both updates have come before the first replay takes one.
+        graph.graph_dispatch_mode.update_stream.synchronize()
 
     backend = make_backend(rows, LENGTHS)
     before, seen = _hangs(), []
