@@ -20,7 +20,7 @@ demo: $(VENV)/.package $(VENV)/.demo ## run a real model through captured graphs
 
 test: $(VENV)/.package $(VENV)/.demo $(VENV)/.test $(VENV)/.npu-sim-$(TORCH) ## run every test, Rust and Python (TORCH=2.6.0 for another torch)
 	cargo test --quiet
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## formats, lints, types, stubs and import contracts
 	cargo fmt --check
