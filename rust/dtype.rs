@@ -99,6 +99,36 @@ impl DType {
         }
     }
 
+    /// The bits of an integer as an element of this type, rounded where the type is a float; none where it does not hold it,
+    /// or where its elements are not known bit by bit.
+    #[expect(clippy::cast_precision_loss, reason = "floats round")]
+    pub fn bits_of_integer(self, number: i128) -> Option<u64> {
+        match self.values {
+            Int { signed, bits } => {
+                let magnitude = bits - u32::from(signed);
+                let least = if signed { -(1_i128 << magnitude) } else { 0 };
+                // Two's complement in the element's own bytes; of a boolean, the whole byte is 0 or 1.
+                let mask = u64::MAX >> (64 - 8 * self.itemsize);
+                let low = u64::try_from(number & i128::from(u64::MAX)).ok()?;
+                (least..1_i128 << magnitude).contains(&number).then_some(low & mask)
+            }
+            Float { .. } => self.bits_of_real(number as f64),
+        }
+    }
+
+    /// The bits of a real number as an element of this type, rounded; none for a type of integers, for a finite number that
+    /// is out of range, or where elements are not known bit by bit.
+    #[expect(clippy::cast_possible_truncation, reason = "floats round")]
+    pub fn bits_of_real(self, number: f64) -> Option<u64> {
+        match self.name {
+            "float32" if !number.is_finite() || number.abs() <= f64::from(f32::MAX) => {
+                Some(u64::from((number as f32).to_bits()))
+            }
+            "float64" => Some(number.to_bits()),
+            _ => None,
+        }
+    }
+
     /// The integer type of that many bytes a copy can be carried out in, whatever the bytes mean.
     pub fn carrier(itemsize: usize) -> Self {
         match itemsize {

@@ -6,6 +6,7 @@
 mod arena;
 mod buckets;
 mod config;
+mod driver;
 mod problem;
 mod slot;
 
@@ -14,5 +15,6 @@ pub(crate) use config::listed;
 pub use config::{ConfigError, Issue};
 #[cfg(feature = "python")]
 pub(crate) use config::{place, write_issue};
+pub use driver::DriverError;
 pub use problem::{Expected, Problem};
 pub use slot::SlotFault;

@@ -21,6 +21,7 @@ from devicegraph import (
     build_decode_registry,
     fill,
     grouped_foreach_copy_,
+    native,
 )
 from naive_fill import Declared, naive_fill
 
@@ -137,19 +138,27 @@ def raw_bytes(tensor: torch.Tensor) -> list[int]:
     return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).tolist()
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "one by one"])
+@pytest.mark.parametrize(
+    ("executor", "grouped", "exchange"),
+    [("foreach", True, True), ("foreach", False, True), ("native", True, True), ("native", True, False)],
+    ids=["grouped", "one by one", "native", "native by attributes"],
+)
 @settings(max_examples=250, deadline=None)
 @given(program=programs())
 def test_a_fill_leaves_what_the_policies_say(
-    grouped: bool, program: tuple[list[Declared], list[Step], list[torch.Tensor | None]]
+    executor: Any,
+    grouped: bool,
+    exchange: bool,
+    program: tuple[list[Declared], list[Step], list[torch.Tensor | None]],
 ) -> None:
     declared, sequence, bound = program
-    registry = CudaGraphBufferRegistry(device="cpu", max_bs=MAX_BS, max_num_tokens=MAX_TOKENS)
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=MAX_BS, max_num_tokens=MAX_TOKENS, executor=executor)
     for each, buffer in zip(declared, bound, strict=True):
         registry.register_slot(each.slot, bind=buffer)
     copy = torch._foreach_copy_ if grouped else None
-    with mock.patch.object(fill, "_foreach_copy", copy):
-        for step in sequence:
+    kept = native.EXCHANGE if exchange else None
+    with mock.patch.object(fill, "_foreach_copy", copy), mock.patch.object(native, "EXCHANGE", kept):
+        for step in [*sequence, *sequence]:
             if step.poison is not None:
                 for each in declared:
                     memory = torch.tensor([], dtype=torch.uint8).set_(each.slot.buffer.untyped_storage())
@@ -197,8 +206,10 @@ def by_token(name: str, dtype: torch.dtype = torch.int64, **options: Any) -> Gra
     return GraphSlot(name, lambda bs, tokens: (tokens,), dtype, **{"padding_policy": PaddingPolicy.ZERO, **options})
 
 
-def registry_of(*slots: GraphSlot, max_bs: int = 8, max_num_tokens: int = 16) -> CudaGraphBufferRegistry:
-    registry = CudaGraphBufferRegistry(device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens)
+def registry_of(
+    *slots: GraphSlot, max_bs: int = 8, max_num_tokens: int = 16, executor: Any = "foreach"
+) -> CudaGraphBufferRegistry:
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens, executor=executor)
     for slot in slots:
         registry.register_slot(slot)
     return registry
@@ -209,7 +220,7 @@ def sizes(raw: int, padded: int) -> dict[str, int]:
 
 
 def test_a_decode_step_is_one_grouped_copy() -> None:
-    registry = build_decode_registry(device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1)
+    registry = build_decode_registry(device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1, executor="foreach")
     batch = {name: torch.arange(5) for name in registry.slot_names} | {"mrope_positions": torch.arange(15).view(3, 5)}
     with calls() as made:
         registry.fill_from(batch, **sizes(5, 8))

@@ -22,6 +22,7 @@ from devicegraph import (
     reset_index_buffers,
 )
 from devicegraph.fill import ForeachExecutor
+from devicegraph.native import NativeExecutor
 from odd_tensors import not_dense, without_memory
 
 KEEP_PAD, FILL_SENTINEL, ZERO = PaddingPolicy.KEEP_PAD, PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO
@@ -444,12 +445,14 @@ def test_what_is_kept_for_a_size_is_not_found_by_what_equals_it() -> None:
                 registry.get_slot("ids").slice_for(*{**bucket, name: one}.values())
 
 
-def test_steps_that_take_turns_at_one_size_are_each_prepared_once() -> None:
+@pytest.mark.parametrize(("executor", "compiler"), [("foreach", ForeachExecutor), ("native", NativeExecutor)])
+def test_steps_that_take_turns_at_one_size_are_each_prepared_once(executor: Any, compiler: Any) -> None:
     slot = by_token("ids")
-    registry = registry_of(slot)
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8, executor=executor)
+    registry.register_slot(slot)
     kinds = [torch.arange(3), torch.arange(3, dtype=torch.int32), torch.arange(6)[::2], None]
     afters = [[0, 1, 2, 0], [0, 1, 2, 0], [0, 2, 4, 0], [0, 0, 0, 0]]
-    with mock.patch.object(ForeachExecutor, "compile", autospec=True, side_effect=ForeachExecutor.compile) as compiled:
+    with mock.patch.object(compiler, "compile", autospec=True, side_effect=compiler.compile) as compiled:
         for _ in range(3):
             for source, after in zip(kinds, afters, strict=True):
                 registry.fill_from({"ids": source}, **sizes(3, 4))

@@ -15,7 +15,7 @@ import torch
 from devicegraph._core import as_size
 from devicegraph.batches import read_fields
 from devicegraph.errors import SlotError
-from devicegraph.registry import CudaGraphBufferRegistry
+from devicegraph.registry import CudaGraphBufferRegistry, Executor
 from devicegraph.slots import GraphSlot, HostValue, PaddingPolicy
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def build_decode_registry(
     seq_len_fill_value: int,
     cache_loc_dtype: torch.dtype = torch.int64,
     share_pool: bool = False,
+    executor: Executor = "auto",
     source: Any = None,
 ) -> CudaGraphBufferRegistry:
     """The buffers of decode graphs.
@@ -50,13 +51,14 @@ def build_decode_registry(
         seq_len_fill_value: the length of a padded request: what the attention backend takes for one that is not there.
         cache_loc_dtype: of `out_cache_loc`: int64, or int32 on an NPU.
         share_pool: take buffers from the input-buffer pool.
+        executor: how fills are carried out: see `CudaGraphBufferRegistry`.
         source: an engine's own buffers, an object or a mapping: those that it has are adopted.
 
     Raises:
         SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
     """
     slots = _decode_slots(PaddingPolicy.FOREACH_COPY, seq_len_fill_value, cache_loc_dtype)
-    return _registry("decode", slots, device, max_bs, max_num_token, share_pool, source)
+    return _registry("decode", slots, device, max_bs, max_num_token, share_pool, executor, source)
 
 
 def build_prefill_registry(
@@ -69,6 +71,7 @@ def build_prefill_registry(
     hidden_size: SupportsIndex | None = None,
     embed_dtype: torch.dtype | None = None,
     share_pool: bool = False,
+    executor: Executor = "auto",
     source: Any = None,
 ) -> CudaGraphBufferRegistry:
     """The buffers of prefill graphs: `input_ids`, `positions`, `out_cache_loc`, each `[T]` and padded with zeros.
@@ -85,6 +88,7 @@ def build_prefill_registry(
         hidden_size: columns of `input_embeds`; needed for a multimodal model.
         embed_dtype: of `input_embeds`; needed for a multimodal model.
         share_pool: take buffers from the input-buffer pool.
+        executor: how fills are carried out: see `CudaGraphBufferRegistry`.
         source: an engine's own buffers, an object or a mapping: those that it has are adopted.
 
     Raises:
@@ -100,7 +104,7 @@ def build_prefill_registry(
                 slot="input_embeds",
             )
         slots = chain(slots, _multimodal_slots(as_size("hidden_size", hidden_size), embed_dtype))
-    return _registry("prefill", slots, device, max_bs, max_num_token, share_pool, source)
+    return _registry("prefill", slots, device, max_bs, max_num_token, share_pool, executor, source)
 
 
 def build_eager_registry(
@@ -111,6 +115,7 @@ def build_eager_registry(
     seq_len_fill_value: int = 1,
     cache_loc_dtype: torch.dtype = torch.int64,
     share_pool: bool = False,
+    executor: Executor = "auto",
     source: Any = None,
 ) -> CudaGraphBufferRegistry:
     """Buffers for steps that run without a graph, of either phase: decode's fields, at prefill's sizes.
@@ -125,13 +130,14 @@ def build_eager_registry(
         seq_len_fill_value: the length of a padded request, as for decode.
         cache_loc_dtype: of `out_cache_loc`; the others are int64.
         share_pool: take buffers from the input-buffer pool.
+        executor: how fills are carried out: see `CudaGraphBufferRegistry`.
         source: an engine's own buffers, an object or a mapping: those that it has are adopted.
 
     Raises:
         SlotError: a size, or a buffer of `source` that does not fit: see `CudaGraphBufferRegistry.register_slot`.
     """
     slots = _decode_slots(ZERO, seq_len_fill_value, cache_loc_dtype)
-    return _registry("eager", slots, device, max_bs, max_num_token, share_pool, source)
+    return _registry("eager", slots, device, max_bs, max_num_token, share_pool, executor, source)
 
 
 # The fields. What an option adds is a function like these two, and a `yield from` in those that it is for.
@@ -194,10 +200,11 @@ def _registry(
     max_bs: SupportsIndex,
     max_num_token: SupportsIndex,
     share_pool: bool,
+    executor: Executor,
     source: Any,
 ) -> CudaGraphBufferRegistry:
     registry = CudaGraphBufferRegistry(
-        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
+        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, executor=executor
     )
     registry.label = label
     for slot in slots:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, SupportsIndex
+from typing import Any, Final, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
 
 from devicegraph._core import FillPlanner, as_size
 from devicegraph.batches import read_fields, replaced
-from devicegraph.errors import SlotError
-from devicegraph.fill import FillExecutor, ForeachExecutor, HostValues
+from devicegraph.errors import BackendError, SlotError
+from devicegraph.fill import ForeachExecutor, HostValues
+from devicegraph.native import NativeExecutor, why_not_native
 from devicegraph.pool import input_buffer_pool
 from devicegraph.registration import check_bound, find_shape, lay_out, numbered
 from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, shown, unchecked
 from devicegraph.steps import PreparedSteps, remember
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
+
+#: The ways to carry fills out that can be asked for.
+Executor: TypeAlias = Literal["auto", "foreach", "native", "node"]
+EXECUTORS: Final = get_args(Executor)
 
 
 class CudaGraphBufferRegistry:
@@ -38,6 +43,7 @@ class CudaGraphBufferRegistry:
         max_bs: SupportsIndex,
         max_num_tokens: SupportsIndex,
         share_pool: bool = False,
+        executor: Executor = "auto",
     ) -> None:
         """A registry without slots.
 
@@ -46,6 +52,10 @@ class CudaGraphBufferRegistry:
             max_bs: the most requests of any bucket.
             max_num_tokens: the most tokens of any bucket.
             share_pool: take buffers from the input-buffer pool, so that other registries use the same memory.
+            executor: how fills are carried out. `auto` takes the fastest that fits; `foreach` is grouped copies, on any
+                device; `native` is one launch of a kernel of our own on CUDA, a loop of our own in host memory; `node`
+                is that kernel as the first node of a graph, where a runner can have it: see `executor_reason`. What is
+                named and cannot be had is an error.
 
         Raises:
             SlotError: `bad-device`, `bad-capacity` or `bad-option`.
@@ -53,16 +63,23 @@ class CudaGraphBufferRegistry:
         if not isinstance(unchecked(share_pool), bool):
             message = f"`share_pool`: `{shown(share_pool)}` is no flag"
             raise SlotError(message, code="bad-option", hint="use True or False", given=shown(share_pool))
+        if unchecked(executor) not in EXECUTORS:
+            message = f"`executor`: `{shown(executor)}` is no way to fill"
+            hint = f"use {', '.join(f'`{known}`' for known in EXECUTORS)}"
+            raise SlotError(message, code="bad-option", hint=hint, given=shown(executor))
         self.max_bs = _capacity("max_bs", max_bs)
         self.max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
         #: With its number: `cuda:0`.
         self.device = numbered(device)
         self.share_pool = share_pool
+        #: What was asked for; `executor` says what there is.
+        self.wanted_executor = executor
         #: Who this is in the printed pool; the factories put their phase here.
         self.label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
         self._slots: dict[str, GraphSlot] = {}
-        self._executor: FillExecutor = ForeachExecutor()
+        self._calls = ForeachExecutor()
         self._values = HostValues()
+        self._reason: str | None = None
         self._changed()
 
     # Slots
@@ -121,13 +138,36 @@ class CudaGraphBufferRegistry:
         slots = self.slots
         layouts = [layout_of(slot) for slot in slots]
         self._planner = FillPlanner(layouts, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens)
-        self._steps = PreparedSteps(slots, self._planner, self._executor)
+        self._steps: PreparedSteps | None = None
         self._views: dict[object, dict[str, torch.Tensor]] = {}
         self._fields = [slot.name if slot.is_plain else None for slot in slots]
         self._plain_names = [slot.name for slot in slots if slot.is_plain]
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
         self._hooks = [(slot.post_fill, buffer_of(slot)) for slot in slots if slot.post_fill is not None]
+
+    @property
+    def executor(self) -> str:
+        """What carries fills out: `foreach` or `native`. A runner may do better: its report says how it fills."""
+        return "foreach" if self._prepared.native is None else "native"
+
+    @property
+    def executor_reason(self) -> str | None:
+        """Why it is `foreach` where that was not asked for; None where it is not, or was."""
+        return self._reason if self.wanted_executor == "auto" else None
+
+    @property
+    def _prepared(self) -> PreparedSteps:
+        if self._steps is None:
+            slots, native = self.slots, None
+            self._reason = None if self.wanted_executor == "foreach" else why_not_native(slots)
+            if self._reason is not None and self.wanted_executor != "auto":
+                message = f"executor `{self.wanted_executor}` cannot be had: {self._reason}"
+                raise BackendError(message, code="executor-unavailable", hint="use `auto`")
+            if self._reason is None and self.wanted_executor != "foreach":
+                native = NativeExecutor(slots, self._planner, self._calls)
+            self._steps = PreparedSteps(slots, self._planner, self._calls, native, self._values)
+        return self._steps
 
     def get_slot(self, name: str) -> GraphSlot:
         """The slot of that name.
@@ -221,12 +261,11 @@ class CudaGraphBufferRegistry:
             context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
             for index, slot in self._functions:
                 if slot.value_fn is not None:
-                    rows = layout_of(slot).live_rows(raw_bs, raw_num_tokens)
-                    sources[index] = self._values.tensor(slot, slot.value_fn(context), rows)
+                    sources[index] = slot.value_fn(context)
                 elif slot.source_fn is not None and not is_unread:
                     sources[index] = slot.source_fn(batch, context)
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread)
-        self._steps.program(sizes, sources)(sources)
+        self._prepared.run(sizes, sources)
         if context is not None:
             for post_fill, buffer in self._hooks:
                 post_fill(buffer, batch, context)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from devicegraph.registration import span_bytes
-from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, name_of, row_major, unmovable
+from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from devicegraph._core import FillPlanner
-    from devicegraph.fill import FillExecutor, FillProgram
+    from devicegraph._core import FillNode, FillPlanner, FillTable
+    from devicegraph.fill import FillProgram, ForeachExecutor, HostValues
+    from devicegraph.native import NativeExecutor, NativeProgram
 
 __all__ = ["CACHE_SIZE", "PreparedSteps", "remember"]
 
@@ -29,28 +29,51 @@ CACHE_SIZE = 1024
 #: Live and padded requests, live and padded tokens, and whether there is no batch to read.
 Sizes: TypeAlias = tuple[int, int, int, int, bool]
 #: All that is checked of a source but its address: class, dtype, shape, device, strides, and the bytes that it spans.
-Known: TypeAlias = "tuple[type[torch.Tensor], torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | None"
+Known: TypeAlias = (
+    "tuple[type[torch.Tensor], torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | bool | None"
+)
+#: What the core is told of a source: dtype, shape, device, strides, and whether it is a number.
+Described: TypeAlias = tuple[str, Sequence[int], str, Sequence[int], bool]
+
+#: In the place of what is checked of a tensor: a plain number that the slot holds.
+NUMBER: Final = True
 
 
 class _Step(NamedTuple):
     known: tuple[Known, ...]
     program: FillProgram
+    #: Checks and runs in one; None where Python has to check.
+    attempt: Callable[[list[Any]], bool] | None
+    #: How the step is run by a graph's node; None where it cannot be.
+    in_node: NativeProgram | None
 
 
 class PreparedSteps:
     """The steps of a set of slots."""
 
-    def __init__(self, slots: Sequence[GraphSlot], planner: FillPlanner, executor: FillExecutor) -> None:
+    def __init__(
+        self,
+        slots: Sequence[GraphSlot],
+        planner: FillPlanner,
+        calls: ForeachExecutor,
+        native: NativeExecutor | None,
+        values: HostValues,
+    ) -> None:
         """No step yet.
 
         Args:
             slots: registered, all of the planner.
             planner: checks and plans.
-            executor: compiles plans.
+            calls: carries steps out by calls.
+            native: carries them out in the core, where that can be.
+            values: makes tensors of numbers.
         """
         self._slots = slots
         self._planner = planner
-        self._executor = executor
+        self._calls = calls
+        self.native = native
+        self._values = values
+        self._numbers = [(index, slot) for index, slot in enumerate(slots) if slot.value_fn is not None]
         self._steps: dict[object, _Step] = {}
         #: The step that was prepared or found last for each sizes, which is nearly always the one that is wanted.
         self._latest: dict[object, _Step] = {}
@@ -60,20 +83,50 @@ class PreparedSteps:
         # What has no memory starts at 0, before the first buffer: the first fence stops it.
         self._ends = [1, *(start + span for start, span in spans)]
 
-    def program(self, sizes: Sizes, sources: Sequence[Any]) -> FillProgram:
-        """What carries out a step with sources like these.
+    def run(self, sizes: Sizes, sources: list[Any]) -> None:
+        """Carries out a step.
 
         Args:
             sizes: plain integers and the flag.
-            sources: one for each slot; None where there is none.
+            sources: one for each slot: None where there is none, what `value_fn` gave where there is one.
 
         Raises:
             SlotError: a size or a source that does not fit: see `CudaGraphBufferRegistry.fill_from`.
         """
+        step = self._latest.get(sizes)
+        if step is not None and step.attempt is not None and step.attempt(sources):
+            return
+        self._step(sizes, sources).program(sources)
+
+    def run_in(self, node: FillNode, sizes: Sizes, sources: list[Any]) -> FillTable | None:
+        """Carries out a step, but leaves what it writes on the device to the next launch of a graph's node.
+
+        Returns:
+            The step's table where sources were staged, to be marked once the graph is launched; else None.
+
+        Raises:
+            SlotError: as `run` does.
+        """
+        step = self._latest.get(sizes)
+        if step is not None and step.in_node is not None and step.in_node.table.attempt_in(sources, node):
+            return step.in_node.staged
+        step = self._step(sizes, sources)
+        if step.in_node is None:
+            node.clear()
+            step.program(sources)
+            return None
+        step.in_node.table.carry_out_in(sources, node)
+        return step.in_node.staged
+
+    def _step(self, sizes: Sizes, sources: list[Any]) -> _Step:
+        for index, slot in self._numbers:
+            value = sources[index]
+            if self.native is None or not self.native.takes(slot, value):
+                sources[index] = self._values.tensor(slot, value, _live_rows(slot, sizes))
         try:
             step = self._latest.get(sizes)
             if step is not None and self._is_for(step, sources):
-                return step.program
+                return step
         except (AttributeError, RuntimeError, TypeError, Warning):
             pass  # something is no dense tensor (reading a fake one's address may warn): preparing the step says what
         return self._prepare(sizes, sources)
@@ -81,6 +134,10 @@ class PreparedSteps:
     def _is_for(self, step: _Step, sources: Sequence[Any]) -> bool:
         starts, ends = self._starts, self._ends
         for source, known in zip(sources, step.known, strict=True):
+            if known is NUMBER:
+                if isinstance(source, torch.Tensor):
+                    return False
+                continue
             if source is None or known is None:
                 if source is not known:
                     return False
@@ -96,41 +153,32 @@ class PreparedSteps:
                 self._check_memory(sources)
         return True
 
-    def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> FillProgram:
-        for slot, source in zip(self._slots, sources, strict=True):
-            kind = None if source is None else unmovable(source)
-            if kind is not None:
-                raise fault(slot.name, "not-a-tensor", f"the source is a `{kind}`", hint="pass a dense tensor")
-        known: tuple[Known, ...] = tuple(
-            None
-            if source is None
-            else (type(source), source.dtype, source.shape, source.device, source.stride(), span_bytes(source))
-            for source in sources
-        )
+    def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> _Step:
+        known = tuple(map(_known, self._slots, sources))
         step = self._steps.get((sizes, known))
         if step is None:
-            step = _Step(known, self._compiled(sizes, known))
+            step = self._compiled(sizes, known)
             remember(self._steps, (sizes, known), step)
         self._check_memory(sources)
         remember(self._latest, sizes, step)
-        return step.program
+        return step
 
-    def _compiled(self, sizes: Sizes, known: Sequence[Known]) -> FillProgram:
-        described = [
-            None if each is None else (name_of(each[1]), each[2], str(each[3]), list(each[4]) == row_major(each[2]))
-            for each in known
-        ]
-        raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
-        plan = self._planner.plan(
-            described,
-            raw_bs=raw_bs,
-            padded_bs=padded_bs,
-            raw_num_tokens=raw_num_tokens,
-            padded_num_tokens=padded_num_tokens,
-            unread=is_unread,
-        )
+    def _compiled(self, sizes: Sizes, known: tuple[Known, ...]) -> _Step:
+        described = [_described(slot, sizes, each) for slot, each in zip(self._slots, known, strict=True)]
         with torch.inference_mode(False), torch.no_grad():
-            return self._executor.compile(plan, self._slots)
+            if self.native is not None:
+                native = self.native.compile(sizes, described)
+                return _Step(known, native, native.attempt, native if native.fits_node else None)
+            raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
+            plan = self._planner.plan(
+                [None if each is None else each[:4] for each in described],
+                raw_bs=raw_bs,
+                padded_bs=padded_bs,
+                raw_num_tokens=raw_num_tokens,
+                padded_num_tokens=padded_num_tokens,
+                unread=is_unread,
+            )
+            return _Step(known, self._calls.compile(plan, self._slots), None, None)
 
     def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Refuses sources without memory, and those in memory that the fill writes, but for a slot's own rows.
@@ -139,7 +187,7 @@ class PreparedSteps:
         value.
         """
         for slot, source in zip(self._slots, sources, strict=True):
-            if source is None or source.numel() == 0:
+            if not isinstance(source, torch.Tensor) or source.numel() == 0:
                 continue
             if not has_memory(source):
                 raise fault(slot.name, "not-a-tensor", "the source has no memory", hint="pass a dense tensor")
@@ -150,6 +198,31 @@ class PreparedSteps:
                 if max(starts) < min(ends) and not (other is slot and _is_in_place(source, slot)):
                     what = f"the source shares memory with slot `{other.name}`"
                     raise fault(slot.name, "source-overlap", what, hint="pass a copy, or the slot's own rows")
+
+
+def _known(slot: GraphSlot, source: Any) -> Known:
+    if source is None:
+        return None
+    if slot.value_fn is not None and not isinstance(source, torch.Tensor):
+        return NUMBER
+    kind = unmovable(source)
+    if kind is not None:
+        raise fault(slot.name, "not-a-tensor", f"the source is a `{kind}`", hint="pass a dense tensor")
+    return type(source), source.dtype, source.shape, source.device, source.stride(), span_bytes(source)
+
+
+def _described(slot: GraphSlot, sizes: Sizes, known: Known) -> Described | None:
+    if known is None:
+        return None
+    if isinstance(known, bool):
+        buffer = buffer_of(slot)
+        shape = buffer.shape if slot.axis == "none" else (min(_live_rows(slot, sizes), buffer.shape[0]),)
+        return name_of(slot.dtype), shape, str(buffer.device), row_major(shape), True
+    return name_of(known[1]), known[2], str(known[3]), known[4], False
+
+
+def _live_rows(slot: GraphSlot, sizes: Sizes) -> int:
+    return layout_of(slot).live_rows(sizes[0], sizes[2])
 
 
 def _is_in_place(source: torch.Tensor, slot: GraphSlot) -> bool:

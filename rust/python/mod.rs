@@ -5,6 +5,7 @@ mod buckets;
 mod config;
 mod error;
 mod explain;
+mod fill;
 mod options;
 mod phase;
 mod plan;
@@ -29,6 +30,8 @@ mod _core {
     use super::error::PyConfigIssue;
     #[pymodule_export]
     use super::explain::PyExplanation;
+    #[pymodule_export]
+    use super::fill::{CudaDevice, FillNode, FillTable, FillTables, HostRing, update_executable};
     #[pymodule_export]
     use super::options::{PyConfigOption, merge_options, read_argument};
     #[pymodule_export]

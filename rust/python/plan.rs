@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::SlotFault;
 use crate::plan;
 use crate::slot::{self, Region, Rows};
+use crate::step;
 
 pyo3::import_exception!(devicegraph.errors, SlotError);
 
@@ -89,7 +90,7 @@ impl SlotLayout {
     fn padded_rows(&self, padded_bs: &Bound<'_, PyAny>, padded_num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let padded_bs = as_size("padded_bs", padded_bs)?;
         let padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)?;
-        let sizes = plan::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?;
+        let sizes = step::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?;
         Ok(self.0.padded_rows(sizes.padded(self.0.axis))?)
     }
 
@@ -98,7 +99,7 @@ impl SlotLayout {
     fn live_rows(&self, raw_bs: &Bound<'_, PyAny>, raw_num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let raw_bs = as_size("raw_bs", raw_bs)?;
         let raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)?;
-        let sizes = plan::Sizes::checked(raw_bs, raw_bs, raw_num_tokens, raw_num_tokens)?;
+        let sizes = step::Sizes::checked(raw_bs, raw_bs, raw_num_tokens, raw_num_tokens)?;
         Ok(self.0.live_rows(sizes.raw(self.0.axis)))
     }
 
@@ -118,12 +119,27 @@ pub(super) fn as_size(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<i64>
     })
 }
 
-/// (dtype, shape, device, contiguous).
-type Source = (String, Vec<usize>, String, bool);
+/// The sizes of a step.
+pub(super) fn sizes(
+    raw_bs: &Bound<'_, PyAny>,
+    padded_bs: &Bound<'_, PyAny>,
+    raw_num_tokens: &Bound<'_, PyAny>,
+    padded_num_tokens: &Bound<'_, PyAny>,
+) -> PyResult<step::Sizes> {
+    Ok(step::Sizes::checked(
+        as_size("raw_bs", raw_bs)?,
+        as_size("padded_bs", padded_bs)?,
+        as_size("raw_num_tokens", raw_num_tokens)?,
+        as_size("padded_num_tokens", padded_num_tokens)?,
+    )?)
+}
+
+/// (dtype, shape, device, strides).
+type Source = (String, Vec<usize>, String, Vec<usize>);
 
 /// The slots of a registry, ready to be planned for.
 #[pyclass(frozen, module = "devicegraph._core")]
-pub(super) struct FillPlanner(plan::Planner);
+pub(super) struct FillPlanner(pub(super) step::Planner);
 
 #[pymethods]
 impl FillPlanner {
@@ -132,7 +148,7 @@ impl FillPlanner {
     #[expect(clippy::needless_pass_by_value, reason = "references cannot be taken out of a Python list")]
     fn new(slots: Vec<PyRef<'_, SlotLayout>>, max_bs: usize, max_num_tokens: usize) -> Self {
         let slots = slots.iter().map(|slot| slot.0.clone()).collect();
-        Self(plan::Planner::new(slots, max_bs, max_num_tokens))
+        Self(step::Planner::new(slots, max_bs, max_num_tokens))
     }
 
     /// What a fill of these sizes must do with these sources.
@@ -146,19 +162,13 @@ impl FillPlanner {
         padded_num_tokens: &Bound<'_, PyAny>,
         unread: bool,
     ) -> PyResult<FillPlan> {
-        let sizes = plan::Sizes::checked(
-            as_size("raw_bs", raw_bs)?,
-            as_size("padded_bs", padded_bs)?,
-            as_size("raw_num_tokens", raw_num_tokens)?,
-            as_size("padded_num_tokens", padded_num_tokens)?,
-        )?;
+        let sizes = sizes(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)?;
         let sources: Vec<_> = sources
             .into_iter()
-            .map(|source| {
-                source.map(|(dtype, shape, device, contiguous)| plan::Source { dtype, shape, device, contiguous })
-            })
+            .map(|source| source.map(|(dtype, shape, device, strides)| step::Source { dtype, shape, device, strides }))
             .collect();
-        Ok(FillPlan(self.0.plan(&sizes, &sources, unread)?))
+        let work = self.0.work(&sizes, &sources, unread)?;
+        Ok(FillPlan(plan::FillPlan::new(self.0.slots(), &work, &sources)))
     }
 
     /// Refuses a bucket that some slot cannot have.
@@ -166,11 +176,11 @@ impl FillPlanner {
     fn check_bucket(&self, padded_bs: &Bound<'_, PyAny>, padded_num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let padded_bs = as_size("padded_bs", padded_bs)?;
         let padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)?;
-        Ok(self.0.check_bucket(&plan::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?)?)
+        Ok(self.0.check_bucket(&step::Sizes::checked(0, padded_bs, 0, padded_num_tokens)?)?)
     }
 
     fn __repr__(&self) -> String {
-        format!("FillPlanner({})", self.0.slots().map(|slot| slot.name.as_str()).collect::<Vec<_>>().join(", "))
+        format!("FillPlanner({})", self.0.slots().iter().map(|slot| slot.name.as_str()).collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -184,14 +194,14 @@ fn block(slot: usize, region: &Region) -> Block {
 /// What a fill carries out: fills, then groups, then copies.
 #[pyclass(frozen, eq, module = "devicegraph._core")]
 #[derive(PartialEq)]
-pub(super) struct FillPlan(plan::FillPlan);
+pub(super) struct FillPlan(pub(super) plan::FillPlan);
 
 #[pymethods]
 impl FillPlan {
     /// Regions written with one value: (slot, offset, shape, strides), and whether it is zero.
     #[getter]
     fn fills(&self) -> Vec<(Block, bool)> {
-        self.0.fills.iter().map(|fill| (block(fill.slot, &fill.region), fill.pad == plan::Pad::Zero)).collect()
+        self.0.fills.iter().map(|fill| (block(fill.slot, &fill.region), fill.pad == step::Pad::Zero)).collect()
     }
 
     /// Grouped copies.
@@ -247,7 +257,7 @@ impl CopyGroup {
     #[getter]
     fn tails(&self) -> Vec<(usize, Vec<usize>, usize, bool)> {
         let tails = self.0.tails.iter();
-        tails.map(|tail| (tail.slot, tail.runs.offsets.clone(), tail.runs.len, tail.pad == plan::Pad::Zero)).collect()
+        tails.map(|tail| (tail.slot, tail.runs.offsets.clone(), tail.runs.len, tail.pad == step::Pad::Zero)).collect()
     }
 
     /// Live rows: (slot, shape, offsets of the runs, elements of each run).

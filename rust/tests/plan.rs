@@ -4,8 +4,9 @@
 
 use devicegraph::dtype::DType;
 use devicegraph::error::SlotFault;
-use devicegraph::plan::{FillPlan, LARGE_COPY_BYTES, LARGE_PAD_BYTES, MAX_RUNS, Pad, Planner, Sizes, Source};
+use devicegraph::plan::{FillPlan, LARGE_COPY_BYTES, LARGE_PAD_BYTES, MAX_RUNS};
 use devicegraph::slot::{Axis, Feed, PaddingPolicy, Region, Rows, SlotLayout, SourceDevice};
+use devicegraph::step::{Pad, Planner, Sizes, Source};
 use proptest::prelude::*;
 
 const MAX_BS: usize = 12;
@@ -128,7 +129,7 @@ fn carry_out(plan: &FillPlan, cases: &[Case], memories: &mut [Memory]) {
         }
         for head in &group.heads {
             let (memory, source) = (&mut memories[head.slot], cases[head.slot].source.as_ref().unwrap());
-            assert!(source.contiguous && source.device == group.device);
+            assert!(source.is_contiguous() && source.device == group.device);
             assert_eq!(head.shape, source.shape);
             let from = if group.to == group.from { memory.itemsize } else { group.from.itemsize() };
             let given = Memory::new(&cases[head.slot].values, from).bytes;
@@ -242,7 +243,7 @@ fn cases(sizes: [usize; 4]) -> impl Strategy<Value = Case> {
             dtype: if width % 3 == 0 { cast } else { slot.dtype.name() }.to_owned(),
             shape: shape.clone(),
             device: if away && rows % 3 == 0 { other.to_owned() } else { slot.device.clone() },
-            contiguous: !(strided && rows % 4 == 0),
+            strides: stepped(&shape, if strided && rows % 4 == 0 { 2 } else { 1 }),
         });
         let span = 1 + slot.shape.iter().zip(&slot.strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>();
         let item = prop::collection::vec(-100_i64..100, span);
@@ -266,7 +267,9 @@ fn checked(sizes: [usize; 4]) -> Sizes {
 
 fn plan(sizes: [usize; 4], cases: &[Case], unread: bool) -> Result<FillPlan, SlotFault> {
     let planner = Planner::new(cases.iter().map(|case| case.slot.clone()).collect(), MAX_BS, MAX_TOKENS);
-    planner.plan(&checked(sizes), &cases.iter().map(|case| case.source.clone()).collect::<Vec<_>>(), unread)
+    let sources: Vec<_> = cases.iter().map(|case| case.source.clone()).collect();
+    let work = planner.work(&checked(sizes), &sources, unread)?;
+    Ok(FillPlan::new(planner.slots(), &work, &sources))
 }
 
 proptest! {
@@ -301,7 +304,7 @@ proptest! {
                 }
                 source.dtype = if narrow { "int16" } else { case.slot.dtype.name() }.to_owned();
                 source.device.clone_from(&case.slot.device);
-                source.contiguous = true;
+                source.strides = stepped(&source.shape, 1);
             }
         }
         let plan = plan(sizes, &cases, false).unwrap();
@@ -319,18 +322,23 @@ proptest! {
     }
 }
 
-fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
-    let mut strides = vec![1; shape.len()];
+/// Those of a row-major tensor, or of one that has every so many elements of it.
+fn stepped(shape: &[usize], step: usize) -> Vec<usize> {
+    let mut strides = vec![step; shape.len()];
     for dim in (1..shape.len()).rev() {
         strides[dim - 1] = strides[dim] * shape[dim];
     }
+    strides
+}
+
+fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
     SlotLayout {
         name: name.to_owned(),
         axis: Axis::Tokens,
         policy: PaddingPolicy::Zero,
         dtype: DType::parse(dtype).unwrap(),
         shape: shape.to_vec(),
-        strides,
+        strides: stepped(shape, 1),
         dim: shape.len().saturating_sub(1),
         rows: Rows::EACH,
         capacity: MAX_TOKENS,
@@ -344,12 +352,14 @@ fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
 }
 
 fn source(dtype: &str, shape: &[usize]) -> Source {
-    Source { dtype: dtype.to_owned(), shape: shape.to_vec(), device: "cuda:0".to_owned(), contiguous: true }
+    Source { dtype: dtype.to_owned(), shape: shape.to_vec(), device: "cuda:0".to_owned(), strides: stepped(shape, 1) }
 }
 
 fn planned(slots: Vec<SlotLayout>, sizes: [usize; 4], sources: &[Source]) -> Result<FillPlan, SlotFault> {
     let sources: Vec<_> = sources.iter().cloned().map(Some).collect();
-    Planner::new(slots, MAX_BS, 1 << 20).plan(&checked(sizes), &sources, false)
+    let planner = Planner::new(slots, MAX_BS, 1 << 20);
+    let work = planner.work(&checked(sizes), &sources, false)?;
+    Ok(FillPlan::new(planner.slots(), &work, &sources))
 }
 
 #[test]
