@@ -996,4 +996,4 @@ def test_what_is_kept_for_later_steps_is_bounded(monkeypatch: pytest.MonkeyPatch
             registry.fill_from({"ids": torch.arange(raw)}, **sizes(raw, 6))
             assert slot.buffer.tolist()[:6] == [*range(raw), *[0] * (6 - raw)]
             assert registry.views(padded_bs=raw, padded_num_tokens=raw)["ids"].shape == (raw,)
-    assert len(registry._steps._steps) == len(registry._steps._latest) == len(registry._views) == 3
+    assert len(registry._steps._steps) == len(registry._steps.latest) == len(registry._views) == 3

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from devicegraph.engine import Limits as Limits
     from devicegraph.engine import ModelRunner as ModelRunner
     from devicegraph.engine import StaticBatch as StaticBatch
+    from devicegraph.engine import hook as hook
     from devicegraph.errors import BackendError as BackendError
     from devicegraph.errors import CaptureError as CaptureError
     from devicegraph.errors import ConfigError as ConfigError
@@ -154,6 +155,7 @@ _MODULES = {
         "Limits",
         "ModelRunner",
         "StaticBatch",
+        "hook",
     ),
     "errors": (
         "BackendError",

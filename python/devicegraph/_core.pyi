@@ -18,8 +18,13 @@ __all__ = [
     "CudaGraphConfig",
     "DroppedBucket",
     "Explanation",
+    "FillKernel",
+    "FillNode",
     "FillPlan",
     "FillPlanner",
+    "FillTable",
+    "FillTables",
+    "HostRing",
     "PhaseConfig",
     "PoolLedger",
     "SlotLayout",
@@ -33,6 +38,7 @@ __all__ = [
     "prefill_buckets",
     "read_argument",
     "resolve",
+    "update_executable",
 ]
 
 __version__: Final[str]
@@ -669,7 +675,7 @@ class FillPlanner:
         """
     def plan(
         self,
-        sources: Sequence[tuple[str, Sequence[int], str, bool] | None],
+        sources: Sequence[tuple[str, Sequence[int], str, Sequence[int]] | None],
         *,
         raw_bs: int,
         padded_bs: int,
@@ -685,7 +691,7 @@ class FillPlanner:
         smaller range.
 
         Args:
-            sources: for each slot None, or (dtype, shape, device in full, whether it is contiguous).
+            sources: for each slot None, or (dtype, shape, device in full, strides).
             raw_bs: live requests.
             padded_bs: requests of the bucket.
             raw_num_tokens: live tokens.
@@ -696,6 +702,178 @@ class FillPlanner:
             SlotError: a size (`not-a-size`, `negative-size`, `raw-above-padded`, `above-capacity`,
                 `bucket-not-divisible`) or the first slot whose source does not fit (`field-missing`, `wrong-rows`,
                 `wrong-shape`, `too-many-rows`, `too-wide`, `wrong-device`, `narrowing-cast`, `unsupported-dtype`).
+        """
+
+@final
+class FillKernel:
+    """The fill kernel, loaded on a CUDA device. The driver is found at run time; nothing else of CUDA is needed."""
+
+    def __new__(cls, index: int, /) -> FillKernel:
+        """Opens the device of that number, as torch counts, and loads the kernel. Costs tens of milliseconds.
+
+        Raises:
+            BackendError: `cuda-driver`: no driver, one from before CUDA 12.0, or one that cannot load the kernel.
+        """
+    def fill_node(self, *, graph: int, executable: int) -> FillNode | None:
+        """The node of a captured graph that runs the fill kernel; None where there is not exactly one.
+
+        Args:
+            graph: the `cudaGraph_t`.
+            executable: its `cudaGraphExec_t`; it has to outlive the node.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def launch_empty(self, stream: int, /) -> None:
+        """Queues the fill kernel with nothing to do: in a capture, the node to be pointed at each step's sources.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+
+@final
+class FillNode:
+    """The fill kernel as a node of a graph's executable. What it is pointed at takes effect with the next launch."""
+
+    def clear(self) -> None:
+        """Makes the node write nothing.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def launched(self) -> None:
+        """Lets go of the sources that the launch just queued reads: its place in the stream keeps their memory.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+
+@final
+class HostRing:
+    """Pinned host memory in blocks that take turns; a block is written again only once the device has read it."""
+
+    def __new__(cls, memory: object, address: int, *, block_bytes: int, blocks: int, kernel: FillKernel) -> HostRing:
+        """A ring.
+
+        Args:
+            memory: what keeps the memory alive.
+            address: of its first byte; there have to be `blocks` times `block_bytes`.
+            block_bytes: of one block.
+            blocks: how many steps can be on their way before the host waits.
+            kernel: what reads it.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+
+@final
+class FillTables:
+    """The tables of a set of slots: what steps write, for the core to carry out itself."""
+
+    def __new__(
+        cls,
+        planner: FillPlanner,
+        buffers: Sequence[tuple[int, int, int]],
+        *,
+        fields: Sequence[str | None],
+        kinds: Sequence[type],
+        exchange: object | None,
+        kernel: tuple[int, FillKernel] | None,
+        stream_of: Callable[[int], int] | None,
+        ring: HostRing | None,
+    ) -> FillTables:
+        """Tables for the planner's slots.
+
+        Args:
+            planner: checks steps.
+            buffers: for each slot the address of its buffer, the bytes that it spans, and the bits of its pad value.
+            fields: for each slot the field of a batch that is its source, if it has such a one.
+            kinds: the classes whose objects are read by their memory.
+            exchange: their DLPack exchange table, a capsule; None where Python has to read and check.
+            kernel: the number of the CUDA device of the slots that are on one, and its kernel.
+            stream_of: the current stream of a device, where the exchange table does not tell.
+            ring: for sources on the host of slots on the device; None where there are none.
+
+        Raises:
+            ValueError: a capsule of another kind.
+        """
+    @property
+    def checks(self) -> bool:
+        """Whether the core reads and checks sources."""
+    def compile(
+        self,
+        sources: Sequence[tuple[str, Sequence[int], str, Sequence[int], bool] | None],
+        *,
+        raw_bs: int,
+        padded_bs: int,
+        raw_num_tokens: int,
+        padded_num_tokens: int,
+        unread: bool,
+    ) -> tuple[FillTable, FillPlan]:
+        """The table of a step, and the plan of what it has no entry for.
+
+        Args:
+            sources: as for `FillPlanner.plan`, and whether it is a number, which stands for a tensor of that form.
+            raw_bs: live requests.
+            padded_bs: requests of the bucket.
+            raw_num_tokens: live tokens.
+            padded_num_tokens: tokens of the bucket.
+            unread: there was no batch to read.
+
+        Raises:
+            SlotError: as `FillPlanner.plan` does.
+        """
+
+@final
+class FillTable:
+    """What a step writes, as one table. It does not keep buffers or sources alive.
+
+    Writing does not wait for the device, but where the ring of sources on the host is full.
+    """
+
+    @property
+    def launches(self) -> int:
+        """How many kernel launches it takes."""
+    def attempt(self, sources: list[Any], /) -> bool:
+        """Writes a step, if its sources are such as the table was made for: else nothing is written.
+
+        Args:
+            sources: one for each slot; None, a tensor, or a number.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def attempt_batch(self, batch: object, /) -> bool:
+        """As `attempt`, with a batch's fields: attributes, or the items of a dictionary.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def attempt_in(self, sources: list[Any], node: FillNode, /) -> bool:
+        """As `attempt`, but what is to be written on the device is left to the next launch of a node.
+
+        The node keeps the sources until `launched`. The table has to take at most one launch.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def attempt_batch_in(self, batch: object, node: FillNode, /) -> bool:
+        """As `attempt_in`, with a batch's fields.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def carry_out(self, sources: list[Any], /) -> None:
+        """Writes a step with sources that were checked to be such as the table was made for.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
+    def carry_out_in(self, sources: list[Any], node: FillNode, /) -> None:
+        """As `carry_out`, but what is to be written on the device is left to the next launch of a node.
+
+        Raises:
+            BackendError: `cuda-driver`.
         """
 
 @final
@@ -801,3 +979,17 @@ class PoolLedger:
         """Bytes that the users would take besides, if each had its own."""
     def __len__(self) -> int:
         """How many memories there are."""
+
+def update_executable(*, executable: int, graph: int) -> bool:
+    """Makes a CUDA graph's executable one of another graph of the same topology, for its next launch.
+
+    Args:
+        executable: the `cudaGraphExec_t`.
+        graph: the other `cudaGraph_t`.
+
+    Returns:
+        Whether it could be; where not, the executable is as it was.
+
+    Raises:
+        BackendError: `cuda-driver`.
+    """

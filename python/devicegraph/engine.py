@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, TypeVar, cast
 
 from devicegraph.batches import read_fields
 from devicegraph.errors import ConfigError, ReplayError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from devicegraph.parallel import Proposal
     from devicegraph.runners.shape_key import ShapeKey
 
-__all__ = ["Limits", "ModelRunner", "StaticBatch"]
+__all__ = ["Limits", "ModelRunner", "StaticBatch", "hook"]
 
 
 #: The largest size of anything, as in the configuration.
@@ -60,6 +60,34 @@ def as_count(name: str, value: object) -> int:
     if not 1 <= count <= LARGEST_SIZE:
         raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {LARGEST_SIZE}", code="limit-invalid")
     return count
+
+
+_Hook = TypeVar("_Hook", bound="Callable[..., Any]")
+
+
+def hook(*, reads: Collection[str]) -> Callable[[_Hook], _Hook]:
+    """Declares which slots a hook reads: one that prepares metadata, or a slot's `post_fill`.
+
+    A fill can become the first node of a captured graph where nobody reads a slot on the device between the fill and
+    the replay. A hook that declares nothing is taken to read every slot.
+
+        @devicegraph.hook(reads={"seq_lens_cpu"})
+        def prepare_metadata(self, batch, key): ...
+
+    Args:
+        reads: names of slots; writing a slot that a graph reads is no business of such a hook either.
+
+    Raises:
+        ConfigError: `reads-invalid`: no collection of names.
+    """
+    if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
+        raise ConfigError(f"reads: {reads!r} is no collection of slot names", code="reads-invalid")
+
+    def declare(function: _Hook) -> _Hook:
+        function.reads = frozenset(reads)  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 class StaticBatch(SimpleNamespace):

@@ -1,13 +1,13 @@
 """Carrying out fills: plans as calls on views that are made once, and the grouped copy that they end in.
 
 An executor compiles a plan into a program; a program takes one source for each slot and runs the step. The plan has
-checked everything by then, so that a program only reads tensors and calls copies.
+checked everything by then, so that a program only reads tensors and calls copies. `native.py` has the other way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,25 +29,13 @@ from devicegraph.slots import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FillExecutor", "FillProgram", "ForeachExecutor", "HostValues", "grouped_foreach_copy_"]
+__all__ = ["FillProgram", "ForeachExecutor", "HostValues", "grouped_foreach_copy_"]
 
 #: One source for each slot, in order of registration; None where the plan reads none.
-FillProgram: TypeAlias = "Callable[[Sequence[Any]], None]"
+FillProgram: TypeAlias = "Callable[[list[Any]], None]"
 
 #: Found once; None where torch has no grouped copy.
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
-
-
-class FillExecutor(Protocol):
-    """A way to carry out plans."""
-
-    def compile(self, plan: FillPlan, slots: Sequence[GraphSlot]) -> FillProgram:
-        """What runs a step of this plan on the slots' buffers.
-
-        Args:
-            plan: for these slots; it refers to them by position.
-            slots: registered, all of the planner.
-        """
 
 
 def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
@@ -119,7 +107,12 @@ class ForeachExecutor:
         self._constants: dict[object, torch.Tensor] = {}
 
     def compile(self, plan: FillPlan, slots: Sequence[GraphSlot]) -> FillProgram:
-        """See `FillExecutor`."""
+        """What runs a step of this plan on the slots' buffers.
+
+        Args:
+            plan: for these slots; it refers to them by position.
+            slots: registered, all of the planner.
+        """
         buffers = [buffer_of(slot) for slot in slots]
         pads = [slot.pad_value for slot in slots]
         fills = [
@@ -129,7 +122,7 @@ class ForeachExecutor:
         groups = [self._group(group, buffers, pads) for group in plan.groups]
         copies = [(slot, _block(buffers[slot], offset, shape, strides)) for slot, offset, shape, strides in plan.copies]
 
-        def run(sources: Sequence[Any]) -> None:
+        def run(sources: list[Any]) -> None:
             for target, value in fills:
                 target.fill_(value)
             for dsts, constants, heads in groups:

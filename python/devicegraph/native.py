@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from devicegraph._core import CudaDevice, FillTables, HostRing
+from devicegraph._core import FillKernel, FillTables, HostRing
 from devicegraph.errors import BackendError
 from devicegraph.fill import PLAIN
 from devicegraph.registration import span_bytes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from devicegraph.fill import FillProgram, ForeachExecutor
     from devicegraph.steps import Described, Sizes
 
-__all__ = ["NativeExecutor", "NativeProgram", "why_not_native"]
+__all__ = ["NativeExecutor", "NativeProgram", "kernel_on", "why_no_kernel", "why_not_native"]
 
 #: The most bytes of one slot's host source that are staged. Beyond, a copy by the device's engine is faster than a
 #: kernel that reads host memory.
@@ -64,21 +64,30 @@ def why_not_native(slots: Sequence[GraphSlot]) -> str | None:
         return None
     if len(devices) > 1:
         return f"the slots are on {len(devices)} devices"
-    device = devices.pop()
+    return why_no_kernel(devices.pop())
+
+
+def why_no_kernel(device: torch.device) -> str | None:
+    """Why there is no fill kernel for a device; None where there is one."""
     if device.type != "cuda":
         return f"there is no fill kernel for `{device.type}`"
     if torch.version.hip is not None:
         return "there is no fill kernel for HIP"
     try:
-        _cuda_device(device.index)
+        kernel_on(device.index)
     except BackendError as error:
         return error.message
     return None
 
 
 @cache
-def _cuda_device(index: int) -> CudaDevice:
-    return CudaDevice(index)
+def kernel_on(index: int) -> FillKernel:
+    """The fill kernel of the CUDA device of that number, loaded once.
+
+    Raises:
+        BackendError: `cuda-driver`.
+    """
+    return FillKernel(index)
 
 
 class NativeProgram:
@@ -87,10 +96,10 @@ class NativeProgram:
     def __init__(self, table: FillTable, rest: FillProgram | None, *, checks: bool) -> None:
         self.table = table
         self._rest = rest
-        #: The table, where sources are staged; else None.
-        self.staged = table if table.is_staged else None
         #: Checks the sources, and runs the step if they are those that it was made for; None where the core cannot.
         self.attempt = (table.attempt if rest is None else self._attempt) if checks else None
+        #: The table, where it does all of the step and reads the sources itself; else None.
+        self.whole = table if checks and rest is None else None
         #: Whether a graph's node can do all that it writes on the device.
         self.fits_node = rest is None and table.launches <= 1
 
@@ -122,13 +131,14 @@ class NativeExecutor:
         self._slots = slots
         self._calls = calls
         device = next((buffer_of(slot).device for slot in slots if buffer_of(slot).device.type == "cuda"), None)
-        own = None if device is None else (device.index, _cuda_device(device.index))
+        own = None if device is None else (device.index, kernel_on(device.index))
         self._tables = FillTables(
             planner,
             [(buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot)), _pad_bits(slot)) for slot in slots],
+            fields=[slot.name if slot.is_plain else None for slot in slots],
             kinds=_KINDS,
             exchange=EXCHANGE,
-            device=own,
+            kernel=own,
             stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", None),
             ring=None if own is None else _ring(slots, own[1]),
         )
@@ -161,7 +171,7 @@ def _pad_bits(slot: GraphSlot) -> int:
     return int.from_bytes(value.view(torch.uint8).tolist(), "little")
 
 
-def _ring(slots: Sequence[GraphSlot], device: CudaDevice) -> HostRing | None:
+def _ring(slots: Sequence[GraphSlot], kernel: FillKernel) -> HostRing | None:
     """Pinned memory for the sources that come from the host; None where no slot has one."""
     sizes = [
         min(buffer_of(slot).numel() * max(slot.dtype.itemsize, 8), LARGEST_STAGED_BYTES)
@@ -173,4 +183,4 @@ def _ring(slots: Sequence[GraphSlot], device: CudaDevice) -> HostRing | None:
     block_bytes = sum(-(-size // 16) * 16 for size in sizes)
     with torch.inference_mode(False):
         memory = torch.empty(RING_BLOCKS * block_bytes, dtype=torch.uint8, pin_memory=True)
-    return HostRing(memory, memory.data_ptr(), block_bytes=block_bytes, blocks=RING_BLOCKS, device=device)
+    return HostRing(memory, memory.data_ptr(), block_bytes=block_bytes, blocks=RING_BLOCKS, kernel=kernel)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, SupportsIndex, TypeAlias, get_args
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
 
@@ -15,7 +16,10 @@ from devicegraph.native import NativeExecutor, why_not_native
 from devicegraph.pool import input_buffer_pool
 from devicegraph.registration import check_bound, find_shape, lay_out, numbered
 from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, shown, unchecked
-from devicegraph.steps import PreparedSteps, remember
+from devicegraph.steps import PreparedSteps, Sizes, Step, remember
+
+if TYPE_CHECKING:
+    from devicegraph._core import FillNode, FillTable
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
 
@@ -139,6 +143,9 @@ class CudaGraphBufferRegistry:
         layouts = [layout_of(slot) for slot in slots]
         self._planner = FillPlanner(layouts, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens)
         self._steps: PreparedSteps | None = None
+        self._latest: dict[Sizes, Step] = {}
+        #: Classes of batches whose fields the core can read, where they are all that a fill reads and does.
+        self._direct_kinds: set[type] = set()
         self._views: dict[object, dict[str, torch.Tensor]] = {}
         self._fields = [slot.name if slot.is_plain else None for slot in slots]
         self._plain_names = [slot.name for slot in slots if slot.is_plain]
@@ -167,7 +174,14 @@ class CudaGraphBufferRegistry:
             if self._reason is None and self.wanted_executor != "foreach":
                 native = NativeExecutor(slots, self._planner, self._calls)
             self._steps = PreparedSteps(slots, self._planner, self._calls, native, self._values)
+            self._recorded = PreparedSteps(slots, self._planner, self._calls, None, self._values)
+            self._latest = self._steps.latest
         return self._steps
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether a fill calls functions of slots, or hooks."""
+        return bool(self._functions or self._hooks)
 
     def get_slot(self, name: str) -> GraphSlot:
         """The slot of that name.
@@ -238,37 +252,74 @@ class CudaGraphBufferRegistry:
             raw_bs, padded_bs = as_size("raw_bs", raw_bs), as_size("padded_bs", padded_bs)
             raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
             padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
-        if torch.is_grad_enabled():
-            # A source that requires grad would give the buffers a history.
-            with torch.no_grad():
-                self._fill(forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
-        else:
-            self._fill(forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+        sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
+        table = self._whole_table(forward_batch, sizes)
+        if table is None or not table.attempt_batch(forward_batch):
+            self._fill(forward_batch, sizes, pp_proxy_tensors, None)
 
-    def _fill(
+    def fill_in(
         self,
-        batch: Any,
+        node: FillNode,
+        forward_batch: Any,
+        *,
         raw_bs: int,
         padded_bs: int,
         raw_num_tokens: int,
         padded_num_tokens: int,
-        pp_proxy_tensors: Any,
+        pp_proxy_tensors: Any = None,
     ) -> None:
+        """As `fill_from`, but what is to be written on the device is left to the next launch of a graph's node.
+
+        What reads a device buffer before finds it as it was. Once the graph is launched, the node's `launched` lets go
+        of the sources.
+
+        Raises:
+            SlotError: as `fill_from` does; nothing was written.
+        """
+        sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
+        table = self._whole_table(forward_batch, sizes)
+        if table is None or table.launches > 1 or not table.attempt_batch_in(forward_batch, node):
+            self._fill(forward_batch, sizes, pp_proxy_tensors, node)
+
+    def _whole_table(self, batch: Any, sizes: Sizes) -> FillTable | None:
+        """The table of the last step of these sizes, where the batch's fields are all that it reads."""
+        step = self._latest.get(sizes)
+        if step is None or step.native is None or type(batch) not in self._direct_kinds:
+            return None
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return None
+        return step.native.whole
+
+    def _fill(self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None) -> None:
         is_unread = isinstance(batch, Mapping) and not batch
         sources = read_fields(batch, self._fields)
         context = None
         if self._functions or self._hooks:
-            context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
+            context = FillContext(*sizes[:4], pp_proxy_tensors)
             for index, slot in self._functions:
                 if slot.value_fn is not None:
                     sources[index] = slot.value_fn(context)
                 elif slot.source_fn is not None and not is_unread:
                     sources[index] = slot.source_fn(batch, context)
-        sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread)
-        self._prepared.run(sizes, sources)
-        if context is not None:
-            for post_fill, buffer in self._hooks:
-                post_fill(buffer, batch, context)
+        elif type(batch) is dict or not isinstance(batch, Mapping):
+            self._direct_kinds.add(type(batch))
+        prepared = self._prepared
+        if is_unread:
+            sizes = (*sizes[:4], True)
+        # A source that requires grad would give the buffers a history.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            if torch._C._len_torch_dispatch_stack() > 0:
+                # Somebody records operators, or carries them out himself: the core's writes would pass him by.
+                if node is not None:
+                    node.clear()
+                self._recorded.run(sizes, sources)
+            elif node is None:
+                prepared.run(sizes, sources)
+            else:
+                prepared.run_in(node, sizes, sources)
+            if context is not None:
+                for post_fill, buffer in self._hooks:
+                    post_fill(buffer, batch, context)
 
     # What a step and a graph are about
 

@@ -51,6 +51,8 @@ class CaptureReport:
         fallback: why the backend is `breakable` where `tc_piecewise` is configured: `no-split-ops` where there is
             nothing to split at, or `torch-too-old`.
         traces: how often torch.compile traced the forward for these graphs; 0 where nothing is compiled.
+        executor: how a step fills the buffers: `node`, `native` or `foreach`; None where there is no graph.
+        executor_reason: why not in a faster way, where that was not asked for.
     """
 
     phase: str
@@ -60,6 +62,8 @@ class CaptureReport:
     note: str | None = None
     fallback: str | None = None
     traces: int = 0
+    executor: str | None = None
+    executor_reason: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -91,6 +95,8 @@ class CaptureReport:
             "note": self.note,
             "fallback": self.fallback,
             "traces": self.traces,
+            "executor": self.executor,
+            "executor_reason": self.executor_reason,
         }
 
     def to_json(self) -> str:
@@ -115,6 +121,8 @@ class CaptureReport:
             ).rstrip()
             for row in rows
         ]
+        if self.executor is not None:
+            lines.append(f"filled by `{self.executor}`" + (f": {self.executor_reason}" if self.executor_reason else ""))
         return "\n".join([title, *lines, *(f"dropped {d.key}: {d.reason}" for d in self.dropped)])
 
 

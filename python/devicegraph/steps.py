@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -17,11 +17,11 @@ from devicegraph.registration import span_bytes
 from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
 if TYPE_CHECKING:
-    from devicegraph._core import FillNode, FillPlanner, FillTable
+    from devicegraph._core import FillNode, FillPlanner
     from devicegraph.fill import FillProgram, ForeachExecutor, HostValues
     from devicegraph.native import NativeExecutor, NativeProgram
 
-__all__ = ["CACHE_SIZE", "PreparedSteps", "remember"]
+__all__ = ["CACHE_SIZE", "PreparedSteps", "Step", "remember"]
 
 #: What a cache of steps, or of views, holds. Decode has a step for each live size, of which engines have a few hundred.
 CACHE_SIZE = 1024
@@ -30,22 +30,26 @@ CACHE_SIZE = 1024
 Sizes: TypeAlias = tuple[int, int, int, int, bool]
 #: All that is checked of a source but its address: class, dtype, shape, device, strides, and the bytes that it spans.
 Known: TypeAlias = (
-    "tuple[type[torch.Tensor], torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | bool | None"
+    "tuple[type[torch.Tensor], torch.dtype, torch.Size, torch.device, tuple[int, ...], int] | Number | None"
 )
 #: What the core is told of a source: dtype, shape, device, strides, and whether it is a number.
 Described: TypeAlias = tuple[str, Sequence[int], str, Sequence[int], bool]
 
-#: In the place of what is checked of a tensor: a plain number that the slot holds.
-NUMBER: Final = True
+
+class Number:
+    """In the place of what is checked of a tensor: a plain number that the slot holds."""
 
 
-class _Step(NamedTuple):
+NUMBER: Final = Number()
+
+
+class Step(NamedTuple):
+    """What carries out a step of some sizes with sources of some forms."""
+
     known: tuple[Known, ...]
     program: FillProgram
-    #: Checks and runs in one; None where Python has to check.
-    attempt: Callable[[list[Any]], bool] | None
-    #: How the step is run by a graph's node; None where it cannot be.
-    in_node: NativeProgram | None
+    #: The core's program, where it carries the step out.
+    native: NativeProgram | None
 
 
 class PreparedSteps:
@@ -74,9 +78,9 @@ class PreparedSteps:
         self.native = native
         self._values = values
         self._numbers = [(index, slot) for index, slot in enumerate(slots) if slot.value_fn is not None]
-        self._steps: dict[object, _Step] = {}
+        self._steps: dict[object, Step] = {}
         #: The step that was prepared or found last for each sizes, which is nearly always the one that is wanted.
-        self._latest: dict[object, _Step] = {}
+        self.latest: dict[Sizes, Step] = {}
         # Where each buffer starts and ends, in order of address, with a fence at either end.
         spans = sorted((buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot))) for slot in slots)
         self._starts = [*(start for start, _ in spans), math.inf]
@@ -93,48 +97,45 @@ class PreparedSteps:
         Raises:
             SlotError: a size or a source that does not fit: see `CudaGraphBufferRegistry.fill_from`.
         """
-        step = self._latest.get(sizes)
-        if step is not None and step.attempt is not None and step.attempt(sources):
-            return
-        self._step(sizes, sources).program(sources)
+        step = self.latest.get(sizes)
+        native = None if step is None else step.native
+        if native is None or native.attempt is None or not native.attempt(sources):
+            self._step(sizes, sources).program(sources)
 
-    def run_in(self, node: FillNode, sizes: Sizes, sources: list[Any]) -> FillTable | None:
+    def run_in(self, node: FillNode, sizes: Sizes, sources: list[Any]) -> None:
         """Carries out a step, but leaves what it writes on the device to the next launch of a graph's node.
-
-        Returns:
-            The step's table where sources were staged, to be marked once the graph is launched; else None.
 
         Raises:
             SlotError: as `run` does.
         """
-        step = self._latest.get(sizes)
-        if step is not None and step.in_node is not None and step.in_node.table.attempt_in(sources, node):
-            return step.in_node.staged
-        step = self._step(sizes, sources)
-        if step.in_node is None:
-            node.clear()
-            step.program(sources)
-            return None
-        step.in_node.table.carry_out_in(sources, node)
-        return step.in_node.staged
+        step = self.latest.get(sizes)
+        native = None if step is None else step.native
+        if native is None or not native.fits_node or not native.table.attempt_in(sources, node):
+            step = self._step(sizes, sources)
+            native = step.native
+            if native is None or not native.fits_node:
+                node.clear()
+                step.program(sources)
+            else:
+                native.table.carry_out_in(sources, node)
 
-    def _step(self, sizes: Sizes, sources: list[Any]) -> _Step:
+    def _step(self, sizes: Sizes, sources: list[Any]) -> Step:
         for index, slot in self._numbers:
             value = sources[index]
             if self.native is None or not self.native.takes(slot, value):
                 sources[index] = self._values.tensor(slot, value, _live_rows(slot, sizes))
         try:
-            step = self._latest.get(sizes)
+            step = self.latest.get(sizes)
             if step is not None and self._is_for(step, sources):
                 return step
         except (AttributeError, RuntimeError, TypeError, Warning):
             pass  # something is no dense tensor (reading a fake one's address may warn): preparing the step says what
         return self._prepare(sizes, sources)
 
-    def _is_for(self, step: _Step, sources: Sequence[Any]) -> bool:
+    def _is_for(self, step: Step, sources: Sequence[Any]) -> bool:
         starts, ends = self._starts, self._ends
         for source, known in zip(sources, step.known, strict=True):
-            if known is NUMBER:
+            if isinstance(known, Number):
                 if isinstance(source, torch.Tensor):
                     return False
                 continue
@@ -153,32 +154,32 @@ class PreparedSteps:
                 self._check_memory(sources)
         return True
 
-    def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> _Step:
+    def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> Step:
         known = tuple(map(_known, self._slots, sources))
         step = self._steps.get((sizes, known))
         if step is None:
             step = self._compiled(sizes, known)
             remember(self._steps, (sizes, known), step)
         self._check_memory(sources)
-        remember(self._latest, sizes, step)
+        remember(self.latest, sizes, step)
         return step
 
-    def _compiled(self, sizes: Sizes, known: tuple[Known, ...]) -> _Step:
+    def _compiled(self, sizes: Sizes, known: tuple[Known, ...]) -> Step:
         described = [_described(slot, sizes, each) for slot, each in zip(self._slots, known, strict=True)]
         with torch.inference_mode(False), torch.no_grad():
             if self.native is not None:
                 native = self.native.compile(sizes, described)
-                return _Step(known, native, native.attempt, native if native.fits_node else None)
+                return Step(known, native, native)
             raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
             plan = self._planner.plan(
-                [None if each is None else each[:4] for each in described],
+                [None if each is None else (each[0], each[1], each[2], each[3]) for each in described],
                 raw_bs=raw_bs,
                 padded_bs=padded_bs,
                 raw_num_tokens=raw_num_tokens,
                 padded_num_tokens=padded_num_tokens,
                 unread=is_unread,
             )
-            return _Step(known, self._calls.compile(plan, self._slots), None, None)
+            return Step(known, self._calls.compile(plan, self._slots), None)
 
     def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Refuses sources without memory, and those in memory that the fill writes, but for a slot's own rows.
@@ -214,7 +215,7 @@ def _known(slot: GraphSlot, source: Any) -> Known:
 def _described(slot: GraphSlot, sizes: Sizes, known: Known) -> Described | None:
     if known is None:
         return None
-    if isinstance(known, bool):
+    if isinstance(known, Number):
         buffer = buffer_of(slot)
         shape = buffer.shape if slot.axis == "none" else (min(_live_rows(slot, sizes), buffer.shape[0]),)
         return name_of(slot.dtype), shape, str(buffer.device), row_major(shape), True
@@ -238,10 +239,11 @@ def _is_in_place(source: torch.Tensor, slot: GraphSlot) -> bool:
     )
 
 
+_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-def remember(cache: dict[object, _Value], key: object, value: _Value) -> None:
+def remember(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     """Keeps a value, in place of the oldest where the cache is full."""
     if len(cache) >= CACHE_SIZE and key not in cache:
         del cache[next(iter(cache))]

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyCapsule, PyDict, PyFloat, PyInt, PyList, PyType};
+use pyo3::types::{PyBool, PyCapsule, PyDict, PyFloat, PyInt, PyList, PyString, PyType};
 
 use super::plan::{FillPlan, FillPlanner, sizes};
 use crate::driver::cuda;
@@ -48,9 +48,9 @@ pub(super) struct HostRing {
 #[pymethods]
 impl HostRing {
     #[new]
-    #[pyo3(signature = (memory, address, *, block_bytes, blocks, device))]
-    fn new(memory: Py<PyAny>, address: u64, block_bytes: usize, blocks: usize, device: &CudaDevice) -> PyResult<Self> {
-        let device = device.0.clone();
+    #[pyo3(signature = (memory, address, *, block_bytes, blocks, kernel))]
+    fn new(memory: Py<PyAny>, address: u64, block_bytes: usize, blocks: usize, kernel: &FillKernel) -> PyResult<Self> {
+        let device = kernel.0.clone();
         let events = (0..blocks.max(1)).map(|_| device.event()).collect::<Result<Vec<_>, _>>()?;
         let state = Mutex::new((0, vec![false; events.len()]));
         Ok(Self { device, address, block_bytes, events, state, _memory: memory })
@@ -97,10 +97,10 @@ impl Drop for HostRing {
 
 /// A CUDA device with the fill kernel loaded.
 #[pyclass(frozen, module = "devicegraph._core")]
-pub(super) struct CudaDevice(Arc<cuda::Device>);
+pub(super) struct FillKernel(Arc<cuda::Device>);
 
 #[pymethods]
-impl CudaDevice {
+impl FillKernel {
     #[new]
     #[pyo3(signature = (index, /))]
     fn new(index: i32) -> PyResult<Self> {
@@ -112,7 +112,7 @@ impl CudaDevice {
     fn fill_node(&self, graph: u64, executable: u64) -> PyResult<Option<FillNode>> {
         let nodes = self.0.fill_nodes(graph)?;
         let [node] = nodes[..] else { return Ok(None) };
-        Ok(Some(FillNode { device: self.0.clone(), executable, node }))
+        Ok(Some(FillNode { device: self.0.clone(), executable, node, pending: Mutex::default() }))
     }
 
     /// Queues a table that writes nothing on a stream.
@@ -135,13 +135,39 @@ pub(super) struct FillNode {
     device: Arc<cuda::Device>,
     executable: u64,
     node: u64,
+    pending: Mutex<Pending>,
+}
+
+/// What the next launch of a node reads.
+#[derive(Default)]
+struct Pending {
+    /// ADDRESS: the sources, until the launch is queued; from then on the order of the stream keeps their memory.
+    _sources: Vec<Py<PyAny>>,
+    /// The ring whose block in use it reads, and what knows the stream.
+    ring: Option<(Py<HostRing>, Arc<Shared>)>,
 }
 
 #[pymethods]
 impl FillNode {
     /// Makes the node write nothing.
     fn clear(&self) -> PyResult<()> {
-        Ok(self.device.point(self.executable, self.node, &[], 0)?)
+        self.device.point(self.executable, self.node, &[], 0)?;
+        drop(self.replace(Pending::default()));
+        Ok(())
+    }
+
+    /// Lets go of what the launch that was just queued reads.
+    fn launched(&self, py: Python<'_>) -> PyResult<()> {
+        match self.replace(Pending::default()).ring {
+            Some((ring, shared)) => shared.mark(py, ring.get()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl FillNode {
+    fn replace(&self, pending: Pending) -> Pending {
+        std::mem::replace(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), pending)
     }
 }
 
@@ -151,6 +177,8 @@ struct Shared {
     /// The classes whose objects are read by their own memory.
     kinds: Vec<Py<PyType>>,
     device: Option<(i32, Arc<cuda::Device>)>,
+    /// The field of a batch that each slot's source is, for slots that have such a one.
+    fields: Vec<Option<Py<PyString>>>,
     /// Gives the current stream of a device, where the exchange table does not.
     stream_of: Option<Py<PyAny>>,
     /// Where the buffers start, and where they end, in order of address.
@@ -168,6 +196,14 @@ impl Shared {
             Some(stream_of) => stream_of.bind(py).call1((index,))?.extract(),
             None => Err(PyValueError::new_err("there is no way to ask for the current stream")),
         }
+    }
+
+    /// Marks a ring's block as read by what is queued so far.
+    fn mark(&self, py: Python<'_>, ring: &HostRing) -> PyResult<()> {
+        if let Some((index, _)) = &self.device {
+            ring.mark(self.stream(py, *index)?)?;
+        }
+        Ok(())
     }
 
     /// Whether memory touches no buffer.
@@ -215,22 +251,23 @@ type Described = (String, Vec<usize>, String, Vec<usize>, bool);
 #[pymethods]
 impl FillTables {
     #[new]
-    #[pyo3(signature = (planner, buffers, *, kinds, exchange, device, stream_of, ring))]
+    #[pyo3(signature = (planner, buffers, *, fields, kinds, exchange, kernel, stream_of, ring))]
     #[expect(clippy::too_many_arguments, reason = "a record, given by keyword")]
     fn new(
         planner: Py<FillPlanner>,
         buffers: Vec<(u64, u64, u64)>,
+        fields: Vec<Option<Py<PyString>>>,
         kinds: Vec<Py<PyType>>,
         exchange: Option<&Bound<'_, PyCapsule>>,
-        device: Option<(i32, PyRef<'_, CudaDevice>)>,
+        kernel: Option<(i32, PyRef<'_, FillKernel>)>,
         stream_of: Option<Py<PyAny>>,
         ring: Option<Py<HostRing>>,
     ) -> PyResult<Self> {
         let exchange = exchange.map(Exchange::new).transpose()?.flatten();
         let mut spans: Vec<_> = buffers.iter().map(|(address, bytes, _)| (*address, address + bytes)).collect();
         spans.sort_unstable();
-        let device = device.map(|(index, device)| (index, device.0.clone()));
-        let shared = Arc::new(Shared { exchange, kinds, device, stream_of, spans });
+        let device = kernel.map(|(index, kernel)| (index, kernel.0.clone()));
+        let shared = Arc::new(Shared { exchange, kinds, fields, device, stream_of, spans });
         let buffers = buffers.iter().map(|(address, _, pad_bits)| Buffer { address: *address, pad_bits: *pad_bits });
         Ok(Self { planner, shared, buffers: buffers.collect(), ring })
     }
@@ -320,12 +357,6 @@ pub(super) struct FillTable {
 
 #[pymethods]
 impl FillTable {
-    /// Whether sources on the host are copied into the ring first.
-    #[getter]
-    fn is_staged(&self) -> bool {
-        self.ring.is_some()
-    }
-
     /// How many launches it takes.
     #[getter]
     fn launches(&self) -> usize {
@@ -341,49 +372,86 @@ impl FillTable {
         }
     }
 
-    /// Carries the table out with sources that were checked.
-    #[pyo3(signature = (sources, /))]
-    fn carry_out(&self, sources: &Bound<'_, PyList>) -> PyResult<()> {
-        self.launch(sources.py(), &self.trust(sources)?)
+    /// As `attempt`, with the fields of a batch, where they are all that there is to read.
+    #[pyo3(signature = (batch, /))]
+    fn attempt_batch(&self, batch: &Bound<'_, PyAny>) -> PyResult<bool> {
+        match self.read_batch(batch, |_| {})? {
+            Some(values) => self.launch(batch.py(), &values).map(|()| true),
+            None => Ok(false),
+        }
     }
 
     /// As `attempt`, but what is to be written in device memory is left to a node of a graph.
     #[pyo3(signature = (sources, node, /))]
     fn attempt_in(&self, sources: &Bound<'_, PyList>, node: &FillNode) -> PyResult<bool> {
         match self.read(sources)? {
-            Some(values) => self.point(sources.py(), &values, node).map(|()| true),
+            Some(values) => self.point(sources.py(), &values, node, vec![sources.clone().into_any().unbind()]),
             None => Ok(false),
         }
+    }
+
+    /// As `attempt_in`, with the fields of a batch.
+    #[pyo3(signature = (batch, node, /))]
+    fn attempt_batch_in(&self, batch: &Bound<'_, PyAny>, node: &FillNode) -> PyResult<bool> {
+        let mut held = Vec::with_capacity(self.dtypes.len());
+        match self.read_batch(batch, |source| held.push(source.unbind()))? {
+            Some(values) => self.point(batch.py(), &values, node, held),
+            None => Ok(false),
+        }
+    }
+
+    /// Carries the table out with sources that were checked.
+    #[pyo3(signature = (sources, /))]
+    fn carry_out(&self, sources: &Bound<'_, PyList>) -> PyResult<()> {
+        self.launch(sources.py(), &self.trust(sources)?)
     }
 
     /// As `carry_out`, but what is to be written in device memory is left to a node of a graph.
     #[pyo3(signature = (sources, node, /))]
     fn carry_out_in(&self, sources: &Bound<'_, PyList>, node: &FillNode) -> PyResult<()> {
-        self.point(sources.py(), &self.trust(sources)?, node)
-    }
-
-    /// Marks the ring's block as read by what is queued so far, the launch of a graph among it.
-    fn mark(&self, py: Python<'_>) -> PyResult<()> {
-        if let (Some(ring), Some((index, _))) = (&self.ring, &self.shared.device) {
-            ring.get().mark(self.shared.stream(py, *index)?)?;
-        }
-        Ok(())
+        let held = vec![sources.clone().into_any().unbind()];
+        self.point(sources.py(), &self.trust(sources)?, node, held).map(drop)
     }
 }
 
 impl FillTable {
     /// For each source its address, or the bits of a number; none where one is not what the table was made for.
     fn read(&self, sources: &Bound<'_, PyList>) -> PyResult<Option<Vec<u64>>> {
-        let py = sources.py();
         let Some(wanted) = self.wanted.as_ref().filter(|wanted| wanted.len() == sources.len()) else {
             return Ok(None);
         };
         let mut values = Vec::with_capacity(wanted.len());
         for (source, wanted) in sources.iter().zip(wanted) {
-            let value = match wanted {
-                Wanted::Nothing => source.is_none().then_some(0),
-                Wanted::Number(dtype) => number_bits(*dtype, &source),
-                Wanted::Tensor(form, bytes) => self.address(py, &source, form, *bytes)?,
+            match self.value(&source, wanted)? {
+                Some(value) => values.push(value),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(values))
+    }
+
+    /// As `read`, of a batch's fields; none for a mapping that is no dictionary, too.
+    fn read_batch<'py>(
+        &self,
+        batch: &Bound<'py, PyAny>,
+        mut keep: impl FnMut(Bound<'py, PyAny>),
+    ) -> PyResult<Option<Vec<u64>>> {
+        let Some(wanted) = &self.wanted else { return Ok(None) };
+        let dict = batch.cast_exact::<PyDict>().ok();
+        let mut values = Vec::with_capacity(wanted.len());
+        for (name, wanted) in self.shared.fields.iter().zip(wanted) {
+            let source = match (name, dict) {
+                (None, _) => None,
+                (Some(name), Some(dict)) => dict.get_item(name)?,
+                (Some(name), None) => batch.getattr_opt(name)?,
+            };
+            let value = match source {
+                Some(source) => {
+                    let value = self.value(&source, wanted)?;
+                    keep(source);
+                    value
+                }
+                None => matches!(wanted, Wanted::Nothing).then_some(0),
             };
             match value {
                 Some(value) => values.push(value),
@@ -391,6 +459,14 @@ impl FillTable {
             }
         }
         Ok(Some(values))
+    }
+
+    fn value(&self, source: &Bound<'_, PyAny>, wanted: &Wanted) -> PyResult<Option<u64>> {
+        match wanted {
+            Wanted::Nothing => Ok(source.is_none().then_some(0)),
+            Wanted::Number(dtype) => Ok(number_bits(*dtype, source)),
+            Wanted::Tensor(form, bytes) => self.address(source.py(), source, form, *bytes),
+        }
     }
 
     fn address(&self, py: Python<'_>, source: &Bound<'_, PyAny>, form: &Form, bytes: u64) -> PyResult<Option<u64>> {
@@ -454,11 +530,16 @@ impl FillTable {
         Ok(())
     }
 
-    fn point(&self, py: Python<'_>, values: &[u64], node: &FillNode) -> PyResult<()> {
+    /// Points a node at what is to be written in device memory; true, as nothing is wrong.
+    fn point(&self, py: Python<'_>, values: &[u64], node: &FillNode, sources: Vec<Py<PyAny>>) -> PyResult<bool> {
         let block = self.write_host(py, values)?;
         let entries: Vec<_> = self.table.device.iter().map(|reading| placed(reading, values, block)).collect();
         let blocks = self.table.launches.first().map_or(0, |(_, blocks)| *blocks);
-        Ok(node.device.point(node.executable, node.node, &entries, blocks)?)
+        node.device.point(node.executable, node.node, &entries, blocks)?;
+        let ring = self.ring.as_ref().map(|ring| (ring.clone_ref(py), self.shared.clone()));
+        // What the node held before goes here, after the lock is given back: letting go may run Python.
+        drop(node.replace(Pending { _sources: sources, ring }));
+        Ok(true)
     }
 }
 

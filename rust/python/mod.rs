@@ -31,7 +31,7 @@ mod _core {
     #[pymodule_export]
     use super::explain::PyExplanation;
     #[pymodule_export]
-    use super::fill::{CudaDevice, FillNode, FillTable, FillTables, HostRing, update_executable};
+    use super::fill::{FillKernel, FillNode, FillTable, FillTables, HostRing, update_executable};
     #[pymodule_export]
     use super::options::{PyConfigOption, merge_options, read_argument};
     #[pymodule_export]

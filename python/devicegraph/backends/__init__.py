@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
     from contextlib import AbstractContextManager
 
+    from devicegraph._core import FillNode
     from devicegraph.devices import CaptureErrorMode, DeviceAdapter
     from devicegraph.runners.capturing import CapturingRunner
 
@@ -88,6 +89,8 @@ class BaseCudaGraphBackend(ABC):
     WARMUPS: ClassVar[int] = 2
     #: Whether it is to be told how large an output can be; see `size_outputs`.
     wants_largest_output: ClassVar[bool] = False
+    #: Whether its graphs can begin with the fill kernel: see `fill_node`.
+    can_fill: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class BaseCudaGraphBackend(ABC):
         self.adapter = adapter
         #: How often torch.compile has traced the forward.
         self.traces = 0
+        #: Whether the graphs that are captured from now on begin with the fill kernel.
+        self.fills = False
         self.phase = phase
         self.graph_pool = shared_graph_pool(adapter) if graph_pool is None else graph_pool
         self.capture_error_mode: CaptureErrorMode = capture_error_mode
@@ -161,6 +166,17 @@ class BaseCudaGraphBackend(ABC):
     @abstractmethod
     def captured(self) -> dict[Any, Any]:
         """The captured graphs by shape key."""
+
+    def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
+        """What replays the graph of the key where nothing else matters: no session, no batch, no question asked.
+
+        None where a replay has to go through `can_run`, `replay_session` and `replay`.
+        """
+        return None
+
+    def fill_node(self, shape_key: Hashable) -> FillNode | None:
+        """The fill kernel that the graph of the key begins with, where `fills` was set before it was captured."""
+        return None
 
     def replay_session(self) -> AbstractContextManager[None]:
         """What replays run in; a backend that needs nothing does nothing."""

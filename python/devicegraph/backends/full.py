@@ -10,6 +10,7 @@ from devicegraph.outputs import replace_tensors, tensors_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from devicegraph._core import FillNode
     from devicegraph.devices import DeviceGraph
 
 
@@ -28,6 +29,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     """
 
     name: ClassVar[str] = "full"
+    can_fill: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,7 +49,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     ) -> Any:
         """See `BaseCudaGraphBackend.capture_one`."""
         self.discard(shape_key)
-        graph = self.adapter.graph()
+        graph = self.adapter.filling_graph() if self.fills else self.adapter.graph()
         try:
             self._warm_up(forward_fn, post_warmup_hook)
             with self.adapter.capture(
@@ -61,6 +63,16 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         output = replace_tensors(output, weak)
         self._captured[shape_key] = _Captured(graph, output, capture_inputs)
         return output
+
+    def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
+        """See `BaseCudaGraphBackend.launcher`."""
+        kind, own = type(self), FullCudaGraphBackend
+        is_own = kind.replay is own.replay and kind.replay_session is own.replay_session and kind.can_run is own.can_run
+        return self._captured[shape_key].graph.replay if is_own else None
+
+    def fill_node(self, shape_key: Hashable) -> FillNode | None:
+        """See `BaseCudaGraphBackend.fill_node`."""
+        return self.adapter.fill_node(self._captured[shape_key].graph) if self.fills else None
 
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """See `BaseCudaGraphBackend.replay`."""

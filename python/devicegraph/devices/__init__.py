@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from devicegraph._core import FillNode
+
 __all__ = [
     "Availability",
     "CaptureErrorMode",
@@ -251,6 +253,22 @@ class DeviceAdapter(ABC):
     @abstractmethod
     def graph(self) -> DeviceGraph:
         """An empty graph, for `capture` to fill once."""
+
+    @property
+    def fills_in_graphs(self) -> bool:
+        """Whether a graph can begin with the fill kernel, so that a step only points that at its sources."""
+        return False
+
+    def filling_graph(self) -> DeviceGraph:
+        """An empty graph that will begin with the fill kernel; only where `fills_in_graphs`."""
+        return self.graph()
+
+    def record_fill(self) -> None:  # noqa: B027 - nothing to record where graphs do not fill
+        """Launches the fill kernel on the current stream with nothing to do, as what such a graph begins with."""
+
+    def fill_node(self, graph: Any) -> FillNode | None:
+        """The fill kernel in such a graph, once it is captured; None where it cannot be told apart."""
+        return None
 
     @abstractmethod
     def capture(

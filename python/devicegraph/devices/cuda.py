@@ -19,16 +19,21 @@ from devicegraph.devices import (
 )
 from devicegraph.devices.cuda_streams import SideStreams, installed, watched
 from devicegraph.errors import CaptureError
+from devicegraph.native import kernel_on, why_no_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from devicegraph._core import FillNode
 
 
 class CudaGraph:
     """One `torch.cuda.CUDAGraph` and its hold on the pool that its memory is in."""
 
-    def __init__(self) -> None:
-        self.raw: Any = torch.cuda.CUDAGraph()
+    def __init__(self, *, keep: bool = False) -> None:
+        # What is to be looked into has to be kept beside its executable.
+        self.raw: Any = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+        self._is_kept = keep
         #: Whether nothing was recorded.
         self.is_empty = False
         self._release: Callable[[], None] | None = None
@@ -46,6 +51,8 @@ class CudaGraph:
     def keep(self, pool: GraphMemoryPool) -> None:
         """Counts a finished capture on its pool."""
         self._release = pool.hold()
+        if self._is_kept:
+            self.raw.instantiate()
 
     def reset(self) -> None:
         """Drops the recording."""
@@ -104,10 +111,29 @@ class CudaDevice(DeviceAdapter):
         """A pool id that no graph uses yet."""
         return tuple(torch.cuda.graph_pool_handle())  # type: ignore[return-value]
 
+    @property
+    def fills_in_graphs(self) -> bool:
+        """Whether this torch lets its graphs be looked into, and the driver has the fill kernel."""
+        return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and why_no_kernel(self.device) is None
+
+    def record_fill(self) -> None:
+        """See `DeviceAdapter.record_fill`."""
+        kernel_on(self.device.index).launch_empty(torch.cuda.current_stream(self.device).cuda_stream)
+
     def graph(self) -> CudaGraph:
         """An empty graph."""
         with torch.cuda.device(self.device):
             return CudaGraph()
+
+    def filling_graph(self) -> CudaGraph:
+        """See `DeviceAdapter.filling_graph`."""
+        with torch.cuda.device(self.device):
+            return CudaGraph(keep=True)
+
+    def fill_node(self, graph: CudaGraph) -> FillNode | None:
+        """See `DeviceAdapter.fill_node`."""
+        raw = graph.raw
+        return kernel_on(self.device.index).fill_node(graph=raw.raw_cuda_graph(), executable=raw.raw_cuda_graph_exec())
 
     @contextmanager
     def capture(

@@ -18,6 +18,7 @@ from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
 
 if TYPE_CHECKING:
+    from devicegraph._core import FillNode
     from devicegraph.runners.captured import CapturedGraph
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -155,6 +156,8 @@ class BaseCudaGraphRunner(CapturingRunner):
     def _sizes(self, forward_batch: Any) -> tuple[int, int]:
         """Requests and tokens of a live batch, as plain integers: they are keys."""
         bs, num_tokens = self.hooks.sizes(forward_batch)
+        if type(bs) is int is type(num_tokens) and bs >= 0 <= num_tokens:
+            return bs, num_tokens
         return as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
 
     def _decide(self, forward_batch: Any, bs: int, num_tokens: int) -> Decision:
@@ -183,6 +186,22 @@ class BaseCudaGraphRunner(CapturingRunner):
 
         An idle rank's batch has no row that a field could be missing for.
         """
+        graph = self._routes.get((size, variant)) or self._route(size, variant)
+        if isinstance(graph, Decision):
+            return graph
+        present = self.buffer_registry.presence(forward_batch)
+        if present != graph.exposed and not idle:
+            registry = self.buffer_registry
+            if missing := registry.missing_required(present):
+                return Decision("field-missing", fields=missing)
+            if unexpected := registry.unexpected(present, graph.exposed):
+                return Decision("field-unexpected", fields=unexpected)
+        if graph.launch is None and not self.backend.can_run(forward_batch, graph.key):  # type: ignore[union-attr]
+            return EAGER["backend-refused"]
+        return graph.decision
+
+    def _route(self, size: int, variant: str | None) -> CapturedGraph | Decision:
+        """The graph that takes a size, or the decision of a size that none takes."""
         if size == 0:
             return EAGER["idle"]
         bucket = self.buckets.fit(size)
@@ -193,16 +212,8 @@ class BaseCudaGraphRunner(CapturingRunner):
             return EAGER["bucket-dropped"]
         if self._wastes_too_much(size, graph.key.size):
             return EAGER["padding-too-large"]
-        present = self.buffer_registry.presence(forward_batch)
-        if present != graph.exposed and not idle:
-            registry = self.buffer_registry
-            if missing := registry.missing_required(present):
-                return Decision("field-missing", fields=missing)
-            if unexpected := registry.unexpected(present, graph.exposed):
-                return Decision("field-unexpected", fields=unexpected)
-        if not self.backend.can_run(forward_batch, graph.key):  # type: ignore[union-attr]
-            return EAGER["backend-refused"]
-        return graph.decision
+        self._routes[size, variant] = graph
+        return graph
 
     def _larger_graph(self, bucket: int, variant: str | None) -> CapturedGraph | None:
         """The graph that takes the batches of a bucket without one."""
@@ -222,15 +233,31 @@ class BaseCudaGraphRunner(CapturingRunner):
         return decision.key
 
     def _prepare(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
+        """Fills the buffers now, so that a replay of the graph by hand finds them filled."""
+        self._fill(forward_batch, key, bs, num_tokens, None)
+        node = self.graphs[key].node
+        if node is not None:
+            node.clear()
+        return self._show(forward_batch, key, bs)
+
+    def _fill(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int, node: FillNode | None) -> None:
+        registry = self.buffer_registry
         padded_bs, padded_tokens = self._padded_sizes(key.size, bs)
-        self.buffer_registry.fill_from(
-            forward_batch,
-            raw_bs=bs,
-            padded_bs=padded_bs,
-            raw_num_tokens=num_tokens,
-            padded_num_tokens=padded_tokens,
-            pp_proxy_tensors=read_fields(forward_batch, ("pp_proxy_tensors",))[0],
-        )
+        sizes = {
+            "raw_bs": bs,
+            "padded_bs": padded_bs,
+            "raw_num_tokens": num_tokens,
+            "padded_num_tokens": padded_tokens,
+        }
+        proxies = read_fields(forward_batch, ("pp_proxy_tensors",))[0] if registry.calls_functions else None
+        if node is None:
+            registry.fill_from(forward_batch, **sizes, pp_proxy_tensors=proxies)
+        else:
+            registry.fill_in(node, forward_batch, **sizes, pp_proxy_tensors=proxies)
+
+    def _show(self, forward_batch: Any, key: ShapeKey, bs: int) -> Any:
+        """The static batch, with its metadata."""
+        padded_bs, padded_tokens = self._padded_sizes(key.size, bs)
         static_batch = self.buffer_registry.extract_buffer(
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch
         )
@@ -238,18 +265,31 @@ class BaseCudaGraphRunner(CapturingRunner):
         return static_batch
 
     def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        static_batch = self._prepare(forward_batch, key, bs, num_tokens)
-        backend, graph = self.backend, self.graphs[key]
+        graph = self.graphs[key]
+        launch, node = graph.launch, graph.node
+        self._fill(forward_batch, key, bs, num_tokens, node)
+        if launch is None:
+            self._replay_batch(self._show(forward_batch, key, bs), key)
+        else:
+            if self._prepares:
+                self._show(forward_batch, key, bs)
+            launch()
+            if node is not None:
+                node.launched()
+        size = self._live_size(bs, num_tokens)
+        graph.replays += 1
+        graph.raw_rows += size  # type: ignore[operator]
+        return graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
+
+    def _replay_batch(self, static_batch: Any, key: ShapeKey) -> None:
+        """Replays a graph that runs Python on the batch in between, or whose backend looks at it."""
+        backend = self.backend
         self._replaying = static_batch
         try:
             with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
                 backend.replay(key, static_batch)  # type: ignore[union-attr]
         finally:
             self._replaying = None
-        size = self._live_size(bs, num_tokens)
-        graph.replays += 1
-        graph.raw_rows += size  # type: ignore[operator]
-        return graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
 
     # Counts and life cycle.
 

@@ -10,8 +10,9 @@ from devicegraph.outputs import replace_tensors, tensors_of
 from devicegraph.runners.decision import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from devicegraph._core import FillNode
     from devicegraph.outputs import RowAxis
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -26,12 +27,30 @@ class CapturedGraph:
         axes: where the rows of each tensor of the output are; set once all sizes are captured.
         replays: replays so far.
         raw_rows: real rows in them.
+        launch: what replays it where the backend has to be asked for nothing else; else None.
+        node: the fill that it begins with; None where it is filled before.
     """
 
-    __slots__ = ("_output", "_tensors", "_trimmed", "axes", "decision", "exposed", "key", "raw_rows", "replays")
+    __slots__ = (
+        "_output",
+        "_tensors",
+        "_trimmed",
+        "axes",
+        "decision",
+        "exposed",
+        "key",
+        "launch",
+        "node",
+        "raw_rows",
+        "replays",
+    )
 
-    def __init__(self, key: ShapeKey, exposed: int, output: Any) -> None:
+    def __init__(
+        self, key: ShapeKey, exposed: int, output: Any, launch: Callable[[], None] | None, node: FillNode | None
+    ) -> None:
         self.key = key
+        self.launch = launch
+        self.node = node
         self.decision = Decision("graph", key)
         self.exposed = exposed
         self.axes: Sequence[RowAxis | None] = ()

@@ -21,6 +21,7 @@ from devicegraph.report import CaptureReport
 from devicegraph.runners.capture import capture_shapes, find_rows
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 from devicegraph.runners.captured import CapturedGraph
+from devicegraph.runners.filling import choose_filling, no_node
 from devicegraph.runners.progress import show_progress
 from devicegraph.runners.shape_key import ShapeKey
 
@@ -97,8 +98,12 @@ class CapturingRunner(ABC):
                 self._prepare_in_graph = self.backend.wrap_prepare(self._prepare_in_graph)
         #: The captured graphs by key; `capture()` fills it.
         self.graphs: dict[ShapeKey, CapturedGraph] = {}
+        #: Which of them takes a size and a variant, as found before; emptied with every change of `graphs`.
+        self._routes: dict[tuple[int, str | None], CapturedGraph] = {}
         self._row_axes: dict[str, int] | None = None
         self._traces = 0
+        #: Whether the engine prepares metadata on the static batch of a step.
+        self._prepares = self.hooks.prepare_metadata is not None or self.hooks.upgrade_metadata is not None
         #: The static batch of the replay that runs now.
         self._replaying: Any = None
         self._eager_steps: dict[str, int] = {}
@@ -164,6 +169,8 @@ class CapturingRunner(ABC):
         if not sizes:
             return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
         self.buffer_registry.reset_index_buffers()
+        filling = choose_filling(self)
+        self.backend.fills = filling.executor == "node"
         traced = self.backend.traces
         try:
             with freeze_gc(), model_capture_mode(), torch.no_grad(), self.backend.capture_session():
@@ -178,7 +185,14 @@ class CapturingRunner(ABC):
             raise
         self._traces = self.backend.traces
         return CaptureReport(
-            self.phase, self.backend.name, captured, dropped, fallback=self.fallback, traces=self._traces - traced
+            self.phase,
+            self.backend.name,
+            captured,
+            dropped,
+            fallback=self.fallback,
+            traces=self._traces - traced,
+            executor=filling.executor,
+            executor_reason=filling.reason,
         )
 
     def capture_one_shape(self, size: int, *, variant_label: str | None = None) -> Any:
@@ -221,9 +235,20 @@ class CapturingRunner(ABC):
             self._prepare_metadata(batch, key)
         except Exception as error:
             raise capture_failed(self.phase, key, error) from error
-        output = backend.capture_one(key, partial(self._run_forward, batch, key), batch, self.hooks.after_warmup)
-        self.graphs[key] = CapturedGraph(key, self.buffer_registry.presence(batch), output)
+        forward = partial(self._fill_and_run if backend.fills else self._run_forward, batch, key)
+        output = backend.capture_one(key, forward, batch, self.hooks.after_warmup)
+        node = backend.fill_node(key)
+        if node is None and backend.fills and self.buffer_registry.wanted_executor == "node":
+            raise no_node("the fill cannot be told apart in the captured graph")
+        exposed = self.buffer_registry.presence(batch)
+        self._routes.clear()
+        self.graphs[key] = CapturedGraph(key, exposed, output, backend.launcher(key), node)
         return output
+
+    def _fill_and_run(self, batch: Any, key: ShapeKey) -> Any:
+        """What a graph holds that begins with its fill, which has nothing to do until a step points it at sources."""
+        self.adapter.record_fill()
+        return self._run_forward(batch, key)
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
         """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output."""
@@ -244,6 +269,7 @@ class CapturingRunner(ABC):
     def drop_graph(self, key: ShapeKey) -> None:
         """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
         self.graphs.pop(key, None)
+        self._routes.clear()
         if self.backend is not None:
             self.backend.discard(key)
 
@@ -304,6 +330,7 @@ class CapturingRunner(ABC):
 
     def _drop_graphs(self) -> None:
         self.graphs.clear()
+        self._routes.clear()
         if self.backend is not None:
             self.backend.cleanup()
 
