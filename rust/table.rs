@@ -114,7 +114,10 @@ impl Table {
                 let live = entries(slot, buffer, &live, Some(source))?.into_iter();
                 let tail = entries(slot, buffer, &tail, None)?.into_iter();
                 // It is written as padding is: nothing is read.
-                let live = live.map(|entry| (Origin::Number(index), Entry { live: 0, ..entry }));
+                let live = live.map(|entry| {
+                    let origin = if entry.live > 0 { Origin::Number(index) } else { Origin::Nowhere };
+                    (origin, Entry { live: 0, ..entry })
+                });
                 Some(live.chain(tail.map(|entry| (Origin::Nowhere, entry))).collect())
             }
             Some(Given::Tensor(source)) if source.device == "cpu" && slot.device != "cpu" => {

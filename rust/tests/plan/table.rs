@@ -1,0 +1,156 @@
+//! Tables against the specification: carrying their entries out, in any order, leaves what the padding policies say.
+
+use std::collections::HashMap;
+
+use devicegraph::dtype::DType;
+use devicegraph::slot::Feed;
+use devicegraph::step::{Planner, Source};
+use devicegraph::table::{Buffer, Entry, Given, LAUNCH_ENTRIES, Origin, Place, Table};
+use proptest::prelude::*;
+
+use crate::cases::{Case, MAX_BS, MAX_TOKENS, PAD_VALUE, checked, indices, offset, specified, steps};
+
+/// Where the buffer of a slot is.
+fn address(slot: usize) -> u64 {
+    (slot as u64 + 1) << 32
+}
+
+/// What is written, by element of each slot: with the value, and how often.
+#[derive(Default)]
+struct Written(HashMap<(usize, usize), (i64, usize)>);
+
+impl Written {
+    /// Carries an entry out; `read` gives the value of a source's element.
+    fn carry_out(&mut self, entry: &Entry, read: impl Fn(usize) -> i64) {
+        let slot = usize::try_from((entry.dst >> 32) - 1).unwrap();
+        let first = usize::try_from(entry.dst - address(slot)).unwrap() / usize::from(entry.itemsize);
+        let at = |index: [usize; 3], strides: [i32; 3]| {
+            index.iter().zip(strides).map(|(index, stride)| index * usize::try_from(stride).unwrap()).sum::<usize>()
+        };
+        let [n0, n1, n2] = entry.sizes.map(|size| usize::try_from(size).unwrap());
+        for index in (0..n0 * n1 * n2).map(|place| [place / n2 / n1, place / n2 % n1, place % n2]) {
+            let is_read = index[usize::from(entry.live_dim)] < entry.live as usize;
+            let value = if is_read { read(at(index, entry.src_strides)) } else { entry.value.cast_signed() };
+            let written = self.0.entry((slot, first + at(index, entry.dst_strides))).or_default();
+            *written = (value, written.1 + 1);
+        }
+    }
+}
+
+/// The values of a source by element of its memory, where it lies as `source` says.
+fn memory(source: &Source, values: &[i64]) -> HashMap<usize, i64> {
+    let places = indices(&source.shape);
+    places.iter().map(|index| offset(index, &source.strides)).zip(values.iter().copied()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn a_table_leaves_what_the_policies_say((sizes, cases) in steps(), unread: bool, room in 0_usize..400) {
+        let planner = Planner::new(cases.iter().map(|case| case.slot.clone()).collect(), MAX_BS, MAX_TOKENS);
+        let sources: Vec<_> = cases.iter().map(|case| case.source.clone()).collect();
+        let work = planner.work(&checked(sizes), &sources, unread).unwrap();
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: room };
+        let mut table = Table::default();
+        let mut taken = Vec::new();
+        for (index, case) in cases.iter().enumerate() {
+            let buffer = Buffer { address: address(index), pad_bits: PAD_VALUE.cast_unsigned() };
+            let given = case.source.clone().map(Given::Tensor);
+            taken.push(table.add(index, &case.slot, buffer, &work[index], given.as_ref(), &place));
+        }
+        table.finish();
+
+        let mut written = Written::default();
+        let block: HashMap<usize, i64> = staged(&table, &cases);
+        for (origin, entry) in table.host.iter().chain(&table.device) {
+            let values = match *origin {
+                Origin::Nowhere => HashMap::new(),
+                Origin::Slot(slot) => memory(sources[slot].as_ref().unwrap(), &cases[slot].values),
+                Origin::Staged(at) => {
+                    let (slot, ..) = table.staged.iter().find(|(_, place, _)| *place == at).unwrap();
+                    let itemsize = DType::parse(&sources[*slot].as_ref().unwrap().dtype).unwrap().itemsize();
+                    block.iter().filter(|(place, _)| **place >= at)
+                        .map(|(place, value)| ((place - at) / itemsize, *value)).collect()
+                }
+                Origin::Number(_) => unreachable!("no number was given"),
+            };
+            written.carry_out(entry, |element| values[&element]);
+        }
+        for (index, case) in cases.iter().enumerate() {
+            let mut after = case.before.clone();
+            for (element, value) in after.iter_mut().enumerate() {
+                if let Some((new, times)) = written.0.get(&(index, element)) {
+                    prop_assert_eq!(*times, 1, "an element is written once");
+                    *value = *new;
+                }
+            }
+            let expected = if taken[index] { specified(case, sizes, unread) } else { case.before.clone() };
+            prop_assert_eq!(after, expected, "{:?}", case.slot);
+        }
+        for (range, blocks) in &table.launches {
+            prop_assert!(range.len() <= LAUNCH_ENTRIES);
+            let entries = &table.device[range.clone()];
+            let firsts: Vec<_> = entries.iter().map(|(_, entry)| entry.first_block).chain([*blocks]).collect();
+            prop_assert!(firsts[0] == 0 && firsts.is_sorted_by(|first, next| first < next), "each has a block");
+        }
+    }
+
+    #[test]
+    fn a_slot_whose_source_is_near_is_always_taken((sizes, cases) in steps()) {
+        let mut table = Table::default();
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
+        for (index, case) in cases.iter().enumerate() {
+            let mut source = case.source.clone();
+            if let Some(source) = &mut source {
+                source.device.clone_from(&case.slot.device);
+            }
+            let planner = Planner::new(vec![case.slot.clone()], MAX_BS, MAX_TOKENS);
+            let work = planner.work(&checked(sizes), &[source.clone()], false).unwrap();
+            let buffer = Buffer { address: address(index), pad_bits: 0 };
+            let given = source.map(Given::Tensor);
+            prop_assert!(table.add(index, &case.slot, buffer, &work[0], given.as_ref(), &place));
+        }
+    }
+
+    #[test]
+    fn a_number_is_written_over_the_live_rows_and_padding_behind_them((sizes, cases) in steps()) {
+        for case in cases.iter().filter(|case| case.slot.feed == Feed::Function && case.slot.shape.len() == 1) {
+            let Some(source) = &case.source else { continue };
+            let planner = Planner::new(vec![case.slot.clone()], MAX_BS, MAX_TOKENS);
+            let given = Given::Number(Source { device: case.slot.device.clone(), ..source.clone() });
+            let work = planner.work(&checked(sizes), &[Some(given.source().clone())], false).unwrap();
+            let buffer = Buffer { address: address(0), pad_bits: PAD_VALUE.cast_unsigned() };
+            let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
+            let mut table = Table::default();
+            prop_assert!(table.add(0, &case.slot, buffer, &work[0], Some(&given), &place));
+            let mut written = Written::default();
+            for (origin, entry) in table.host.iter().chain(&table.device) {
+                prop_assert!(entry.live == 0, "nothing is read");
+                let value = if *origin == Origin::Number(0) { 5 } else { entry.value };
+                written.carry_out(&Entry { value, ..*entry }, |_| unreachable!());
+            }
+            let number = Case { values: vec![5; case.values.len()], ..case.clone() };
+            let after: Vec<_> = case.before.iter().enumerate()
+                .map(|(element, value)| written.0.get(&(0, element)).map_or(*value, |(new, _)| *new)).collect();
+            prop_assert_eq!(after, specified(&number, sizes, false), "{:?}", case.slot);
+        }
+    }
+}
+
+/// What the block of staged sources holds, by byte at which an element starts.
+fn staged(table: &Table, cases: &[Case]) -> HashMap<usize, i64> {
+    let mut block = HashMap::new();
+    for (slot, at, entry) in &table.staged {
+        assert_eq!((entry.dst, at % 16), (0, 0));
+        let values = memory(cases[*slot].source.as_ref().unwrap(), &cases[*slot].values);
+        let mut written = Written::default();
+        written.carry_out(&Entry { dst: address(0), ..*entry }, |element| values[&element]);
+        for ((_, element), (value, times)) in written.0 {
+            assert_eq!(times, 1);
+            let before = block.insert(at + element * usize::from(entry.itemsize), value);
+            assert_eq!(before, None, "staged sources do not overlap");
+        }
+    }
+    block
+}
