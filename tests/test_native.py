@@ -1,0 +1,213 @@
+"""Fills that the core carries out: when it does, what it refuses, and what it leaves to others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+import devicegraph as dg
+from devicegraph import native
+from devicegraph._core import FillKernel
+from devicegraph.devices import get_device_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+
+
+def registry_of(*slots: dg.GraphSlot, **options: Any) -> dg.CudaGraphBufferRegistry:
+    registry = dg.CudaGraphBufferRegistry(**{"device": "cpu", "max_bs": 8, "max_num_tokens": 8, **options})
+    for slot in slots or [ids()]:
+        registry.register_slot(slot)
+    return registry
+
+
+def ids(name: str = "ids", **options: Any) -> dg.GraphSlot:
+    return dg.GraphSlot(
+        name, lambda bs, tokens: (tokens,), torch.int64, **{"padding_policy": dg.PaddingPolicy.ZERO, **options}
+    )
+
+
+@pytest.mark.parametrize(("wanted", "executor"), [("auto", "native"), ("native", "native"), ("foreach", "foreach")])
+def test_host_memory_is_filled_by_the_core_unless_told_otherwise(wanted: Any, executor: str) -> None:
+    registry = registry_of(executor=wanted)
+    assert (registry.executor, registry.executor_reason) == (executor, None)
+
+
+def test_a_device_without_a_kernel_is_filled_by_calls_and_says_why() -> None:
+    registry = registry_of(device="meta")
+    assert (registry.executor, registry.executor_reason) == ("foreach", "there is no fill kernel for `meta`")
+
+
+@pytest.mark.parametrize("wanted", ["native", "node"])
+def test_an_executor_that_was_asked_for_and_cannot_be_had_is_an_error(wanted: Any) -> None:
+    with pytest.raises(dg.BackendError) as caught:
+        registry_of(device="meta", executor=wanted).fill_from({}, **SIZES)
+    assert str(caught.value) == (
+        f"executor `{wanted}` cannot be had: there is no fill kernel for `meta` [executor-unavailable]\n\n"
+        "hint: use `auto`"
+    )
+
+
+def test_an_executor_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(dg.SlotError) as caught:
+        registry_of(executor="magic")
+    assert str(caught.value) == (
+        "`executor`: `'magic'` is no way to fill [bad-option]\n\nhint: use `auto`, `foreach`, `native`, `node`"
+    )
+
+
+def test_a_driver_that_is_not_there_is_an_error_and_no_crash() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    with pytest.raises(dg.BackendError, match=r"^the CUDA driver cannot be used: .* \[cuda-driver\]"):
+        FillKernel(0)
+
+
+def test_slots_on_two_devices_are_filled_by_calls() -> None:
+    registry = registry_of(ids("a", device="meta"), ids("b"))
+    with mock.patch.object(native, "why_no_kernel", return_value=None):
+        assert native.why_not_native(registry.slots) is None
+    assert native.why_not_native(registry.slots) == "there is no fill kernel for `meta`"
+
+
+class Tagged(torch.Tensor):
+    """A subclass whose operators are those of plain tensors."""
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.arange(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (lambda slot: torch._neg_view(torch.arange(2)), "not-a-tensor"),
+        (lambda slot: freed(), "not-a-tensor"),
+        (lambda slot: torch.arange(3), "wrong-rows"),
+        (lambda slot: torch.arange(2, device="meta"), "wrong-device"),
+        (lambda slot: torch.arange(2).to(torch.float32), "narrowing-cast"),
+        (lambda slot: slot.buffer[1:3], "source-overlap"),
+        (lambda slot: [1, 2], "not-a-tensor"),
+        (lambda slot: 1, "not-a-tensor"),
+        (lambda slot: torch.arange(2).to_sparse(), "not-a-tensor"),
+    ],
+)
+def test_what_a_prepared_step_was_not_made_for_is_refused_before_a_byte_is_written(
+    source: Callable[[dg.GraphSlot], Any], code: str
+) -> None:
+    slot, other = ids(), ids("other")
+    registry = registry_of(other, slot, executor="native")
+    good = {"ids": torch.tensor([5, 6]), "other": torch.tensor([7, 8])}
+    for _ in range(2):
+        registry.fill_from(good, **SIZES)
+    with pytest.raises(dg.SlotError) as caught:
+        registry.fill_from({"ids": source(slot), "other": torch.tensor([1, 1])}, **SIZES)
+    assert caught.value.code == code
+    assert (slot.buffer[:4].tolist(), other.buffer[:4].tolist()) == ([5, 6, 0, 0], [7, 8, 0, 0])
+
+
+def test_sources_of_other_forms_are_prepared_anew_and_the_first_ones_are_still_known() -> None:
+    slot = ids()
+    registry = registry_of(slot, executor="native")
+    forms = [
+        torch.tensor([1, 2]), torch.tensor([3, 4], dtype=torch.int32), torch.arange(8)[::4],
+        torch.nn.Parameter(torch.tensor([9, 8]), False), torch.tensor([6, 7]).as_subclass(Tagged), slot.buffer[:2],
+    ]  # fmt: skip
+    for _ in range(3):
+        for form in forms:
+            expected = [*form.tolist(), 0, 0]
+            registry.fill_from({"ids": form}, **SIZES)
+            assert slot.buffer[:4].tolist() == expected
+
+
+def test_batches_of_every_kind_are_read() -> None:
+    class Slotted:
+        __slots__ = ("ids",)
+
+    class Mapped(dict):  # type: ignore[type-arg]
+        ids = torch.tensor([0, 0])  # no item
+
+    slotted = Slotted()
+    slotted.ids = torch.tensor([1, 2])
+    mapped = Mapped(ids=torch.tensor([3, 4]))
+    lacking = mock.NonCallableMock(spec=[])
+    slot = ids(padding_policy=dg.PaddingPolicy.FILL_SENTINEL, pad_value=9)
+    registry = registry_of(slot, executor="native")
+    for _ in range(3):
+        for batch, rows in (
+            (slotted, [1, 2]),
+            (mapped, [3, 4]),
+            ({"ids": torch.tensor([5, 6])}, [5, 6]),
+            (lacking, [9, 9]),
+        ):
+            registry.fill_from(batch, **SIZES)
+            assert slot.buffer[:4].tolist() == [*rows, 9, 9]
+
+
+def test_numbers_outside_of_a_slots_dtype_are_refused_after_ones_inside() -> None:
+    values = iter([5, 6, 1 << 40, 7, "x", 8])
+    count = dg.GraphSlot("count", lambda bs, n: (1,), torch.int32, axis="none", value_fn=lambda context: next(values))
+    registry = registry_of(count, executor="native")
+    for expected in (5, 6, None, 7, None, 8):
+        if expected is None:
+            with pytest.raises(dg.SlotError, match=r"\[bad-value\]"):
+                registry.fill_from({"none": 1}, **SIZES)
+        else:
+            registry.fill_from({"none": 1}, **SIZES)
+            assert count.buffer.item() == expected
+
+
+def test_a_fill_inside_a_capture_is_recorded() -> None:
+    adapter = get_device_adapter("cpu")
+    slot = ids()
+    registry = registry_of(slot, executor="native")
+    batch = {"ids": torch.tensor([5, 6])}
+    for _ in range(2):
+        registry.fill_from(batch, **SIZES)
+    graph, pool = adapter.graph(), dg.GraphMemoryPool(adapter)
+    with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        registry.fill_from(batch, **SIZES)
+    batch["ids"].copy_(torch.tensor([7, 8]))
+    slot.buffer.fill_(3)
+    graph.replay()
+    assert slot.buffer.tolist() == [7, 8, 0, 0, 3, 3, 3, 3]
+
+
+class Doubling:
+    device = torch.device("cpu")
+    limits = dg.Limits(max_bs=2, max_num_tokens=2)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        doubled: torch.Tensor = batch.input_ids * 2
+        return doubled
+
+
+@pytest.mark.parametrize(
+    ("wanted", "executor", "reason"),
+    [
+        ("auto", "native", "graphs of `cpu` cannot be looked into here"),
+        ("native", "native", None),
+        ("foreach", "foreach", None),
+    ],
+)
+def test_a_report_says_how_a_step_is_filled_and_why(wanted: Any, executor: str, reason: str | None) -> None:
+    engine = Doubling()
+    registry = dg.build_decode_registry(device="cpu", max_bs=2, max_num_token=2, seq_len_fill_value=1, executor=wanted)
+    config = dg.CudaGraphConfig.from_dict({"decode": {"bs": [2]}})
+    with dg.DecodeCudaGraphRunner(engine, config=config, registry=registry) as runner:
+        report = runner.capture()
+    assert (report.executor, report.executor_reason) == (executor, reason)
+    assert f"filled by `{executor}`" + (f": {reason}" if reason else "") in str(report).splitlines()
+
+
+def test_reads_that_are_no_names_are_refused() -> None:
+    for reads in ("seq_lens", [1]):
+        with pytest.raises(dg.ConfigError, match=r"\[reads-invalid\]"):
+            dg.hook(reads=reads)  # type: ignore[arg-type]
