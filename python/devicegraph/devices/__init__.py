@@ -114,6 +114,8 @@ class GraphMemoryPool:
         self._adapter = adapter
         self._handle: Any = None
         self._graphs = 0
+        #: Grows whenever a runner replays or captures in the pool: what an older output showed is overwritten then.
+        self.generation = 0
 
     @property
     def device(self) -> torch.device:

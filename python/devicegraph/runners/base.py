@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,14 @@ from typing_extensions import Self
 from devicegraph._core import as_size
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.batches import read_fields, unchanged_on_failure
-from devicegraph.errors import ReplayError
+from devicegraph.borrowed import Loan, lent
+from devicegraph.errors import CaptureError, ReplayError
 from devicegraph.metrics import StepMetrics
+from devicegraph.outputs import map_tensors
 from devicegraph.parallel import Proposal
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
+from devicegraph.verification import verify_capture
 
 if TYPE_CHECKING:
     from devicegraph.runners.captured import CapturedGraph
@@ -39,6 +43,11 @@ class BaseCudaGraphRunner(CapturingRunner):
             Anything else that goes wrong in a capture is raised in both.
         clone_outputs: return copies that the caller owns, instead of views that are valid until the next replay in the
             same graph memory pool.
+        debug_outputs: return views that refuse to be read (`stale-output`) once a later replay in the same graph memory
+            pool, whichever runner's, or a capture there has overwritten them, or their graph was dropped; by default
+            where the environment has `DEVICEGRAPH_DEBUG=1`. Every operation on an output is slower.
+        verify_on_capture: let `capture()` prove each graph before it returns, see `verify`: on the engine's
+            `verify_batches()`, or else on idle batches, which show less.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.
         graph_pool: the graph memory pool; by default the one that all runners of the device share.
         progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
@@ -222,6 +231,11 @@ class BaseCudaGraphRunner(CapturingRunner):
         return decision.key
 
     def _prepare(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
+        static_batch = self._fill(forward_batch, key, bs, num_tokens)
+        self._prepare_metadata(static_batch, key)
+        return static_batch
+
+    def _fill(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
         padded_bs, padded_tokens = self._padded_sizes(key.size, bs)
         self.buffer_registry.fill_from(
             forward_batch,
@@ -231,25 +245,42 @@ class BaseCudaGraphRunner(CapturingRunner):
             padded_num_tokens=padded_tokens,
             pp_proxy_tensors=read_fields(forward_batch, ("pp_proxy_tensors",))[0],
         )
-        static_batch = self.buffer_registry.extract_buffer(
+        return self.buffer_registry.extract_buffer(
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch
         )
-        self._prepare_metadata(static_batch, key)
-        return static_batch
 
-    def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        static_batch = self._prepare(forward_batch, key, bs, num_tokens)
-        backend, graph = self.backend, self.graphs[key]
+    def _launch(self, static_batch: Any, key: ShapeKey) -> None:
+        backend = self.backend
         self._replaying = static_batch
         try:
             with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
                 backend.replay(key, static_batch)  # type: ignore[union-attr]
         finally:
             self._replaying = None
+            backend.graph_pool.generation += 1  # type: ignore[union-attr]
+
+    def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
+        graph = self.graphs[key]
+        self._launch(self._prepare(forward_batch, key, bs, num_tokens), key)
         size = self._live_size(bs, num_tokens)
         graph.replays += 1
         graph.raw_rows += size  # type: ignore[operator]
-        return graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
+        output = graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
+        return output if not self.debug_outputs or self.clone_outputs else self._lend(output, graph)
+
+    def _lend(self, output: Any, graph: CapturedGraph) -> Any:
+        loan = Loan(self.phase, self.backend.graph_pool, graph)  # type: ignore[union-attr]
+        return map_tensors(output, partial(lent, loan=loan))
+
+    def _verify_capture(self) -> None:
+        report = verify_capture(self)
+        if not report:
+            raise CaptureError(
+                f"the graphs do not pass verification: {report}",
+                code="verify-failed",
+                hint="run `verify` on live batches to look closer; see docs/troubleshooting.md",
+                phase=self.phase,
+            )
 
     # Counts and life cycle.
 

@@ -26,9 +26,21 @@ class CapturedGraph:
         axes: where the rows of each tensor of the output are; set once all sizes are captured.
         replays: replays so far.
         raw_rows: real rows in them.
+        is_dropped: whether the graph, and the memory of its output, is gone.
     """
 
-    __slots__ = ("_output", "_tensors", "_trimmed", "axes", "decision", "exposed", "key", "raw_rows", "replays")
+    __slots__ = (
+        "_output",
+        "_tensors",
+        "_trimmed",
+        "axes",
+        "decision",
+        "exposed",
+        "is_dropped",
+        "key",
+        "raw_rows",
+        "replays",
+    )
 
     def __init__(self, key: ShapeKey, exposed: int, output: Any) -> None:
         self.key = key
@@ -37,6 +49,7 @@ class CapturedGraph:
         self.axes: Sequence[RowAxis | None] = ()
         self.replays = 0
         self.raw_rows = 0
+        self.is_dropped = False
         self._output = output
         self._tensors = tensors_of(output)
         #: The output's tensors cut to each live size that came up: their addresses never change.
