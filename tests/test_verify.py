@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import devicegraph as dg
 from devicegraph.differences import Result, first_difference, first_far
 from devicegraph.testing import check_runner
-from engines import ToyEngine, ToyPrefill
+from engines import ToyEngine, ToyPrefill, config
 from leaks import FORMS, KINDS, USUAL, ZERO, Kind, WithSlots, captured, flat, leaky
 
 
@@ -513,8 +513,8 @@ class LeakyPrefill(ToyPrefill):
 
 def test_prefill_graphs_are_verified_alike() -> None:
     for engine, slots in ((ToyPrefill(), set()), (LeakyPrefill(), {("positions",)})):
-        config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [8, 16]})
-        with dg.PrefillCudaGraphRunner(engine, config=config) as runner:
+        buckets = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [8, 16]})
+        with dg.PrefillCudaGraphRunner(engine, config=buckets) as runner:
             runner.capture()
             batches = [engine.chunks([(1, 0, 3), (2, 0, 2)]), engine.chunks([(3, 0, 9)], 1)]
             report = dg.verify(runner, batches, state=state_of(engine))
@@ -538,8 +538,9 @@ def test_graphs_are_verified_at_capture_on_idle_batches() -> None:
 def test_a_capture_that_does_not_pass_leaves_no_graph() -> None:
     engine = extra("ZERO_float32", leaks=True)
     engine.turn_on("sum")
-    config = dg.CudaGraphConfig(decode={"bs": [2, 4]})
-    runner = dg.DecodeCudaGraphRunner(engine, config=config, registry=engine.registry, verify_on_capture=True)
+    runner = dg.DecodeCudaGraphRunner(
+        engine, config=config(bs=[2, 4]), registry=engine.registry, verify_on_capture=True
+    )
     with pytest.raises(dg.CaptureError, match="padding leaks through `extra`") as caught:
         runner.capture()
     assert (caught.value.code, caught.value.phase, runner.graphs) == ("verify-failed", "decode", {})
@@ -547,6 +548,22 @@ def test_a_capture_that_does_not_pass_leaves_no_graph() -> None:
     engine.turn_on()
     runner.capture()
     assert runner.can_run(engine.batch([3]))
+
+
+def test_a_rank_has_no_graphs_where_those_of_another_do_not_pass() -> None:
+    engine = ToyEngine(max_bs=4)
+    votes: list[dg.Proposal] = []
+
+    def vote(proposal: dg.Proposal) -> dg.Proposal:
+        votes.append(proposal)
+        return dg.agree([proposal, dg.Proposal(len(votes) == 1, 4, failed=len(votes) > 1)])
+
+    engine.vote = vote
+    runner = dg.DecodeCudaGraphRunner(engine, config=config(bs=[4]), verify_on_capture=True)
+    with pytest.raises(dg.CaptureError, match="verifying the graphs failed on another rank") as caught:
+        runner.capture()
+    assert (caught.value.code, runner.graphs, len(votes)) == ("other-rank-failed", {}, 2)
+    assert votes[1] == dg.Proposal(True, 4), "one for the bucket, one for the verification"
 
 
 def test_the_engines_own_batches_show_at_capture_what_idle_ones_cannot() -> None:

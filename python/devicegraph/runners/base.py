@@ -273,12 +273,28 @@ class BaseCudaGraphRunner(CapturingRunner):
         return map_tensors(output, partial(lent, loan=loan))
 
     def _verify_capture(self) -> None:
-        report = verify_capture(self)
-        if not report:
+        error: Exception | None = None
+        try:
+            report = verify_capture(self)
+            if not report:
+                error = CaptureError(
+                    f"the graphs do not pass verification: {report}",
+                    code="verify-failed",
+                    hint="see docs/troubleshooting.md, and run `verify` on live batches to look closer",
+                    phase=self.phase,
+                )
+        except Exception as caught:
+            error = caught
+        # Graphs that one rank drops must not be chosen on any.
+        proposal = Proposal(error is None, self.buckets.maximum, failed=error is not None)
+        agreed = proposal if self.hooks.vote is None else self.hooks.vote(proposal)
+        if error is not None:
+            raise error
+        if agreed.failed:
             raise CaptureError(
-                f"the graphs do not pass verification: {report}",
-                code="verify-failed",
-                hint="run `verify` on live batches to look closer; see docs/troubleshooting.md",
+                f"{self.phase}: verifying the graphs failed on another rank",
+                code="other-rank-failed",
+                hint="its error is in the log of that rank; no rank has graphs now",
                 phase=self.phase,
             )
 
