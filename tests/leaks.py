@@ -98,7 +98,7 @@ class WithSlots(ToyEngine):
         )
         for name, kind in self.kinds.items():
             self.registry.register_slot(kind.make(name))
-        self.cache.random_(-2, 3)
+        self.cache.copy_(torch.randint(-2, 3, self.cache.shape, generator=torch.Generator().manual_seed(1)))
 
     def turn_on(self, *names: str) -> None:
         """Lets these leaks through, in graphs that were captured before too."""

@@ -26,7 +26,8 @@ def outputs_are_debugged() -> bool:
 
 
 class _Pool(Protocol):
-    generation: int
+    @property
+    def generation(self) -> int: ...
 
 
 class _Graph(Protocol):

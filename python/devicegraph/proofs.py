@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from devicegraph.slots import FillContext, PaddingPolicy, buffer_of
 from devicegraph.verification_report import SkippedBatch, VerifyFinding, VerifyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from devicegraph.poison import Pair
     from devicegraph.runners.base import BaseCudaGraphRunner
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from devicegraph.verification_report import Proof
 
 __all__ = ["Proofs", "Step"]
+
+#: Why the padding of a slot that rows are written by is left as it is.
+POINTS: Final = "its rows point into the state"
 
 
 class Step(NamedTuple):
@@ -128,6 +131,7 @@ class Proofs:
             after()
         runner._prepare_metadata(static, key)
         runner._launch(static, key)
+        runner.backend.graph_pool.overwrite()  # type: ignore[union-attr]
         size = runner._live_size(step.bs, step.num_tokens)
         return self._result(runner.graphs[key].trim(int(size), clone=False))
 
@@ -177,12 +181,38 @@ class Proofs:
         def launch(chosen: Sequence[_Suspect], which: int) -> Result:
             return self._launch(step, key, after=lambda: _poison(chosen, which))
 
-        for names, place in self._search(plain, suspects, launch).items():
+        found = self._search(plain, suspects, launch)
+        while pointing := self._pointing(plain, suspects, found, launch):
+            self.held[pointing] = POINTS
+            suspects = [suspect for suspect in suspects if suspect.name != pointing]
+            found = self._search(plain, suspects, launch)
+        for names, place in found.items():
             each = next((each for each in rows if (each.slot.name,) == names), None)
             if each is None or not self._is_undecided(each.slot):
                 self._report(step, key, "padding", names, place)
             elif (again := self._look_again(step, key, plain, each)) is not None:
                 self._report(step, key, "padding", names, again)
+
+    def _pointing(
+        self,
+        plain: Result,
+        suspects: Sequence[_Suspect],
+        found: Iterable[tuple[str, ...]],
+        launch: Callable[[Sequence[_Suspect], int], Result],
+    ) -> str | None:
+        """A slot that points into the state where others are poisoned too: alone, it may write what is there anyway."""
+        groups = [[each for each in suspects if each.name in names] for names in found if len(names) > 1]
+        for group in groups:
+            for which in (0, 1):
+                if not moved_rows(plain, launch(group, which)):
+                    continue
+                for each in group:
+                    is_slot = self.runner.buffer_registry.has_slot(each.name)
+                    if is_slot and self._is_undecided(self.runner.buffer_registry.get_slot(each.name)):
+                        rest = [other for other in group if other is not each]
+                        if not moved_rows(plain, launch(rest, which)):
+                            return each.name
+        return None
 
     def _is_undecided(self, slot: GraphSlot) -> bool:
         """Whether padded rows of a slot may point somewhere, so that what poison moves there may be no leak."""
@@ -216,7 +246,7 @@ class Proofs:
                 return None
             pair = self._harmless_pair(step, key, plain, each.padding, slot, pair)
             if pair is None:
-                self.held[slot.name] = "its rows point into the state"
+                self.held[slot.name] = POINTS
         return None if pair is None else _Suspect(slot.name, each.padding, pair)
 
     def _harmless_pair(

@@ -17,6 +17,7 @@ from devicegraph.errors import CaptureError, ReplayError
 from devicegraph.metrics import StepMetrics
 from devicegraph.outputs import map_tensors
 from devicegraph.parallel import Proposal
+from devicegraph.runners.capture import ask_ranks
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
 from devicegraph.verification import verify_capture
@@ -255,9 +256,11 @@ class BaseCudaGraphRunner(CapturingRunner):
         try:
             with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
                 backend.replay(key, static_batch)  # type: ignore[union-attr]
+        except BaseException:
+            backend.graph_pool.overwrite()  # type: ignore[union-attr]
+            raise
         finally:
             self._replaying = None
-            backend.graph_pool.generation += 1  # type: ignore[union-attr]
 
     def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
         graph = self.graphs[key]
@@ -287,16 +290,7 @@ class BaseCudaGraphRunner(CapturingRunner):
             error = caught
         # Graphs that one rank drops must not be chosen on any.
         proposal = Proposal(error is None, self.buckets.maximum, failed=error is not None)
-        agreed = proposal if self.hooks.vote is None else self.hooks.vote(proposal)
-        if error is not None:
-            raise error
-        if agreed.failed:
-            raise CaptureError(
-                f"{self.phase}: verifying the graphs failed on another rank",
-                code="other-rank-failed",
-                hint="its error is in the log of that rank; no rank has graphs now",
-                phase=self.phase,
-            )
+        ask_ranks(self, proposal, error, "verifying the graphs")
 
     # Counts and life cycle.
 

@@ -12,6 +12,7 @@ from devicegraph.runners.decision import Decision
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from devicegraph.devices import GraphMemoryPool
     from devicegraph.outputs import RowAxis
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -30,7 +31,9 @@ class CapturedGraph:
     """
 
     __slots__ = (
+        "__weakref__",
         "_output",
+        "_pool",
         "_tensors",
         "_trimmed",
         "axes",
@@ -42,7 +45,7 @@ class CapturedGraph:
         "replays",
     )
 
-    def __init__(self, key: ShapeKey, exposed: int, output: Any) -> None:
+    def __init__(self, key: ShapeKey, exposed: int, output: Any, pool: GraphMemoryPool) -> None:
         self.key = key
         self.decision = Decision("graph", key)
         self.exposed = exposed
@@ -50,10 +53,21 @@ class CapturedGraph:
         self.replays = 0
         self.raw_rows = 0
         self.is_dropped = False
+        self._pool = pool
+        pool.follow(self)
         self._output = output
         self._tensors = tensors_of(output)
         #: The output's tensors cut to each live size that came up: their addresses never change.
         self._trimmed: dict[int, list[torch.Tensor]] = {}
+
+    def drop(self) -> None:
+        """Says that the graph is gone."""
+        if not self.is_dropped:
+            self.is_dropped = True
+            self._pool.unfollow(self)
+
+    def __del__(self) -> None:
+        self.drop()
 
     def trim(self, size: int, *, clone: bool) -> Any:
         """The output with the rows of `size` live units: views, or copies with `clone`."""

@@ -230,9 +230,9 @@ class CapturingRunner(ABC):
         except Exception as error:
             raise capture_failed(self.phase, key, error) from error
         # Its segments run, and write where outputs of the pool are.
-        backend.graph_pool.generation += 1
+        backend.graph_pool.overwrite()
         output = backend.capture_one(key, partial(self._run_forward, batch, key), batch, self.hooks.after_warmup)
-        self.graphs[key] = CapturedGraph(key, self.buffer_registry.presence(batch), output)
+        self.graphs[key] = CapturedGraph(key, self.buffer_registry.presence(batch), output, backend.graph_pool)
         return output
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
@@ -255,7 +255,7 @@ class CapturingRunner(ABC):
         """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
         graph = self.graphs.pop(key, None)
         if graph is not None:
-            graph.is_dropped = True
+            graph.drop()
         if self.backend is not None:
             self.backend.discard(key)
 
@@ -320,7 +320,7 @@ class CapturingRunner(ABC):
 
     def _drop_graphs(self) -> None:
         for graph in self.graphs.values():
-            graph.is_dropped = True
+            graph.drop()
         self.graphs.clear()
         if self.backend is not None:
             self.backend.cleanup()
