@@ -95,6 +95,10 @@ if TYPE_CHECKING:
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
+    from devicegraph.verification import verify as verify
+    from devicegraph.verification_report import SkippedBatch as SkippedBatch
+    from devicegraph.verification_report import VerifyFinding as VerifyFinding
+    from devicegraph.verification_report import VerifyReport as VerifyReport
 
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
@@ -220,6 +224,12 @@ _MODULES = {
         "FillContext",
         "GraphSlot",
         "PaddingPolicy",
+    ),
+    "verification": ("verify",),
+    "verification_report": (
+        "SkippedBatch",
+        "VerifyFinding",
+        "VerifyReport",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -151,6 +151,8 @@ class Hooks:
             side streams or communicates. Where a device has few streams, this limits how many buckets are captured.
         input_updates: what captured operators keep from the host and each replay updates, a tuple of `InputUpdate`;
             none by default. For devices with such operators (`npu`).
+        state_tensors: `state_tensors() -> tensors by name`, what the forward writes beside its output, for `verify`.
+        verify_batches: `verify_batches() -> batches`, live batches that `verify_on_capture` proves the graphs on.
         overlap_input_updates: whether a graph is launched before it is updated, see `NPUCudaGraphBackend`; not by
             default.
     """
@@ -186,6 +188,8 @@ class Hooks:
         self.rank: int = getattr(engine, "rank", 0)
         self.streams_per_graph = as_count("streams_per_graph", getattr(engine, "streams_per_graph", 1))
         self.input_updates: Sequence[InputUpdate] = find("input_updates", ())
+        self.state_tensors: Callable[[], Mapping[str, torch.Tensor]] | None = find("state_tensors", None)
+        self.verify_batches: Callable[[], Iterable[Any]] | None = find("verify_batches", None)
         self.overlap_input_updates = bool(find("overlap_input_updates", False))
         if self.variant is not None and self.variants == (None,):
             raise ConfigError(

@@ -130,6 +130,16 @@ def check_bound(
             raise fault(slot.name, "bound-overlap", what, hint="no two slots of a registry can share memory")
 
 
+def row_dimension(slot: GraphSlot, capacity: int) -> int:
+    """Which dimension of a registered slot's buffer has its rows.
+
+    Args:
+        slot: a slot with rows.
+        capacity: the largest size of its axis.
+    """
+    return _find_rows(slot, buffer_of(slot), capacity).dim
+
+
 def numbered(device: torch.device | str | int) -> torch.device:
     """The device with its number: `cuda` is the current one.
 

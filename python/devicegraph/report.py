@@ -84,14 +84,14 @@ class CaptureReport:
             "reserved_bytes": self.reserved_bytes,
             "captured": [
                 {
-                    "key": _key(b.key),
+                    "key": plain_key(b.key),
                     "seconds": b.seconds,
                     "reserved_bytes": b.reserved_bytes,
                     "device_bytes": b.device_bytes,
                 }
                 for b in self.captured
             ],
-            "dropped": [{"key": _key(d.key), "reason": d.reason} for d in self.dropped],
+            "dropped": [{"key": plain_key(d.key), "reason": d.reason} for d in self.dropped],
             "note": self.note,
             "fallback": self.fallback,
             "traces": self.traces,
@@ -138,5 +138,6 @@ def format_bytes(count: int | None) -> str:
     return f"{value:.1f} GiB"
 
 
-def _key(key: ShapeKey) -> dict[str, Any]:
+def plain_key(key: ShapeKey) -> dict[str, Any]:
+    """What is set in a key, by name."""
     return {name: value for name, value in key._asdict().items() if value is not None}

@@ -8,6 +8,7 @@ whose values are `DeviceAdapter` classes.
 from __future__ import annotations
 
 import importlib
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,12 @@ class DeviceGraph(Protocol):
         """Drops the recording and its hold on the memory pool. Calling it twice is fine."""
 
 
+class Replayed(Protocol):
+    """A graph that counts its replays."""
+
+    replays: int
+
+
 class GraphMemoryPool:
     """The graph memory pool of an adapter: where captures place what they allocate.
 
@@ -116,6 +123,8 @@ class GraphMemoryPool:
         self._adapter = adapter
         self._handle: Any = None
         self._graphs = 0
+        self._captured: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._overwritten = 0
 
     @property
     def device(self) -> torch.device:
@@ -150,6 +159,27 @@ class GraphMemoryPool:
             held = False
 
         return release
+
+    @property
+    def generation(self) -> int:
+        """How often runners have replayed and captured in the pool: each time, older outputs may be overwritten.
+
+        It is summed up from the counts that graphs keep anyway, so that a step pays nothing for it.
+        """
+        return self._overwritten + sum(graph.replays for graph in self._captured)
+
+    def follow(self, graph: Replayed) -> None:
+        """Lets the replays of a graph count as generations."""
+        self._captured.add(graph)
+
+    def unfollow(self, graph: Replayed) -> None:
+        """Keeps the count of a graph that goes."""
+        self._captured.discard(graph)
+        self.overwrite(graph.replays)
+
+    def overwrite(self, times: int = 1) -> None:
+        """Counts what no graph counts: captures, whose segments may run, and replays that failed or were no steps."""
+        self._overwritten += times
 
     def renew(self) -> None:
         """Goes on with fresh memory. Graphs captured before keep theirs, and that memory goes when they do."""

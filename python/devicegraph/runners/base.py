@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,15 @@ from typing_extensions import Self
 from devicegraph._core import as_size
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.batches import read_fields, unchanged_on_failure
-from devicegraph.errors import ReplayError
+from devicegraph.borrowed import Loan, lent
+from devicegraph.errors import CaptureError, ReplayError
 from devicegraph.metrics import StepMetrics
+from devicegraph.outputs import map_tensors
 from devicegraph.parallel import Proposal
+from devicegraph.runners.capture import ask_ranks
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
+from devicegraph.verification import verify_capture
 
 if TYPE_CHECKING:
     from devicegraph._core import FillNode
@@ -40,6 +45,11 @@ class BaseCudaGraphRunner(CapturingRunner):
             Anything else that goes wrong in a capture is raised in both.
         clone_outputs: return copies that the caller owns, instead of views that are valid until the next replay in the
             same graph memory pool.
+        debug_outputs: return views that refuse to be read (`stale-output`) once a later replay in the same graph memory
+            pool, whichever runner's, or a capture there has overwritten them, or their graph was dropped; by default
+            where the environment has `DEVICEGRAPH_DEBUG=1`. Every operation on an output is slower.
+        verify_on_capture: let `capture()` prove each graph before it returns, see `verify`: on the engine's
+            `verify_batches()`, or else on idle batches, which show less.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.
         graph_pool: the graph memory pool; by default the one that all runners of the device share.
         progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
@@ -233,12 +243,17 @@ class BaseCudaGraphRunner(CapturingRunner):
         return decision.key
 
     def _prepare(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        """Fills the buffers now, so that a replay of the graph by hand finds them filled."""
+        static_batch = self._fill_now(forward_batch, key, bs, num_tokens)
+        self._prepare_metadata(static_batch, key)
+        return static_batch
+
+    def _fill_now(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
+        """Fills the buffers, so that whoever looks finds them filled, and a replay leaves them; the static batch."""
         self._fill(forward_batch, key, bs, num_tokens, None)
         node = self.graphs[key].node
         if node is not None:
             node.clear()
-        return self._show(forward_batch, key, bs)
+        return self._shown(forward_batch, key, bs)
 
     def _fill(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int, node: FillNode | None) -> None:
         registry = self.buffer_registry
@@ -255,41 +270,70 @@ class BaseCudaGraphRunner(CapturingRunner):
         else:
             registry.fill_in(node, forward_batch, **sizes, pp_proxy_tensors=proxies)
 
-    def _show(self, forward_batch: Any, key: ShapeKey, bs: int) -> Any:
-        """The static batch, with its metadata."""
+    def _shown(self, forward_batch: Any, key: ShapeKey, bs: int) -> Any:
+        """The static batch, without metadata."""
         padded_bs, padded_tokens = self._padded_sizes(key.size, bs)
-        static_batch = self.buffer_registry.extract_buffer(
+        return self.buffer_registry.extract_buffer(
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch
         )
-        self._prepare_metadata(static_batch, key)
-        return static_batch
 
-    def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        graph = self.graphs[key]
-        launch, node = graph.launch, graph.node
-        self._fill(forward_batch, key, bs, num_tokens, node)
-        if launch is None:
-            self._replay_batch(self._show(forward_batch, key, bs), key)
-        else:
-            if self._prepares:
-                self._show(forward_batch, key, bs)
-            launch()
-            if node is not None:
-                node.launched()
-        size = self._live_size(bs, num_tokens)
-        graph.replays += 1
-        graph.raw_rows += size  # type: ignore[operator]
-        return graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
-
-    def _replay_batch(self, static_batch: Any, key: ShapeKey) -> None:
-        """Replays a graph that runs Python on the batch in between, or whose backend looks at it."""
+    def _launch(self, static_batch: Any, key: ShapeKey) -> None:
+        """Replays a graph by its backend, which may look at the batch, and may run Python on it in between."""
         backend = self.backend
         self._replaying = static_batch
         try:
             with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
                 backend.replay(key, static_batch)  # type: ignore[union-attr]
+        except BaseException:
+            backend.graph_pool.overwrite()  # type: ignore[union-attr]
+            raise
         finally:
             self._replaying = None
+
+    def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
+        graph = self.graphs[key]
+        launch, node = graph.launch, graph.node
+        self._fill(forward_batch, key, bs, num_tokens, node)
+        static_batch = None
+        if launch is None or self._prepares:
+            static_batch = self._shown(forward_batch, key, bs)
+            self._prepare_metadata(static_batch, key)
+        if launch is None:
+            self._launch(static_batch, key)
+        else:
+            try:
+                launch()
+            except BaseException:
+                self.backend.graph_pool.overwrite()  # type: ignore[union-attr]
+                raise
+            if node is not None:
+                node.launched()
+        size = self._live_size(bs, num_tokens)
+        graph.replays += 1
+        graph.raw_rows += size  # type: ignore[operator]
+        output = graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
+        return output if not self.debug_outputs or self.clone_outputs else self._lend(output, graph)
+
+    def _lend(self, output: Any, graph: CapturedGraph) -> Any:
+        loan = Loan(self.phase, self.backend.graph_pool, graph)  # type: ignore[union-attr]
+        return map_tensors(output, partial(lent, loan=loan))
+
+    def _verify_capture(self) -> None:
+        error: Exception | None = None
+        try:
+            report = verify_capture(self)
+            if not report:
+                error = CaptureError(
+                    f"the graphs do not pass verification: {report}",
+                    code="verify-failed",
+                    hint="see docs/troubleshooting.md, and run `verify` on live batches to look closer",
+                    phase=self.phase,
+                )
+        except Exception as caught:
+            error = caught
+        # Graphs that one rank drops must not be chosen on any.
+        proposal = Proposal(error is None, self.buckets.maximum, failed=error is not None)
+        ask_ranks(self, proposal, error, "verifying the graphs")
 
     # Counts and life cycle.
 

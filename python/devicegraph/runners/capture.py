@@ -63,20 +63,28 @@ def _capture_one(runner: CapturingRunner, key: ShapeKey, shapes: Shapes) -> str 
     # A graph that is missing on one rank must not be chosen on any, and a rank that gives up must not leave the others
     # waiting in their next capture: so all of them are asked, also before an error ends the capture here.
     proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped)
+    agreed = ask_ranks(runner, proposal, error, f"capturing {key}", key)
+    if error is not None:
+        return error.message
+    return None if agreed.graph else "it could not be captured on another rank"
+
+
+def ask_ranks(
+    runner: CapturingRunner, proposal: Proposal, error: Exception | None, doing: str, key: ShapeKey | None = None
+) -> Proposal:
+    """What all ranks make of a proposal; raises where this one has failed, by its error, or another one."""
     agreed = proposal if runner.hooks.vote is None else runner.hooks.vote(proposal)
-    if error is not None and not is_dropped:
+    if error is not None and proposal.failed:
         raise error
     if agreed.failed:
         raise CaptureError(
-            f"{runner.phase}: capturing {key} failed on another rank",
+            f"{runner.phase}: {doing} failed on another rank",
             code="other-rank-failed",
             hint="its error is in the log of that rank; no rank has graphs now",
             phase=runner.phase,
             shape_key=key,
         )
-    if error is not None:
-        return error.message
-    return None if agreed.graph else "it could not be captured on another rank"
+    return agreed
 
 
 def find_rows(runner: CapturingRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:

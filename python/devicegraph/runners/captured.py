@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from devicegraph._core import FillNode
+    from devicegraph.devices import GraphMemoryPool
     from devicegraph.outputs import RowAxis
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -29,15 +30,19 @@ class CapturedGraph:
         raw_rows: real rows in them.
         launch: what replays it where the backend has to be asked for nothing else; else None.
         node: the fill that it begins with; None where it is filled before.
+        is_dropped: whether the graph, and the memory of its output, is gone.
     """
 
     __slots__ = (
+        "__weakref__",
         "_output",
+        "_pool",
         "_tensors",
         "_trimmed",
         "axes",
         "decision",
         "exposed",
+        "is_dropped",
         "key",
         "launch",
         "node",
@@ -46,7 +51,14 @@ class CapturedGraph:
     )
 
     def __init__(
-        self, key: ShapeKey, exposed: int, output: Any, launch: Callable[[], None] | None, node: FillNode | None
+        self,
+        key: ShapeKey,
+        exposed: int,
+        output: Any,
+        pool: GraphMemoryPool,
+        *,
+        launch: Callable[[], None] | None,
+        node: FillNode | None,
     ) -> None:
         self.key = key
         self.launch = launch
@@ -56,10 +68,22 @@ class CapturedGraph:
         self.axes: Sequence[RowAxis | None] = ()
         self.replays = 0
         self.raw_rows = 0
+        self.is_dropped = False
+        self._pool = pool
+        pool.follow(self)
         self._output = output
         self._tensors = tensors_of(output)
         #: The output's tensors cut to each live size that came up: their addresses never change.
         self._trimmed: dict[int, list[torch.Tensor]] = {}
+
+    def drop(self) -> None:
+        """Says that the graph is gone."""
+        if not self.is_dropped:
+            self.is_dropped = True
+            self._pool.unfollow(self)
+
+    def __del__(self) -> None:
+        self.drop()
 
     def trim(self, size: int, *, clone: bool) -> Any:
         """The output with the rows of `size` live units: views, or copies with `clone`."""

@@ -11,6 +11,7 @@ import torch
 
 from devicegraph.backends import BaseCudaGraphBackend, capture_failed
 from devicegraph.backends.breaks import batch_in_use
+from devicegraph.borrowed import outputs_are_debugged
 from devicegraph.config import CudaGraphConfig
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks, StaticBatch
@@ -54,6 +55,8 @@ class CapturingRunner(ABC):
         order: Literal["descending", "ascending"] = "descending",
         on_error: Literal["drop", "raise"] = "drop",
         clone_outputs: bool = False,
+        debug_outputs: bool | None = None,
+        verify_on_capture: bool = False,
         output_axes: Sequence[RowAxis | None] | None = None,
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
@@ -78,6 +81,8 @@ class CapturingRunner(ABC):
         self.order = order
         self.on_error = on_error
         self.clone_outputs = clone_outputs
+        self.debug_outputs = outputs_are_debugged() if debug_outputs is None else debug_outputs
+        self.verify_on_capture = verify_on_capture
         self.output_axes = output_axes
         self.progress = show_progress(self.hooks.rank) if progress is None else progress
         self.buckets = self._make_buckets()
@@ -154,8 +159,9 @@ class CapturingRunner(ABC):
         """Captures every shape, anew if it was done before, and returns what that took. Waits for the device.
 
         Raises:
-            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause. No graph is left
-                then, eager steps work, and `capture()` can be called again.
+            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause; `verify-failed`,
+                with what was found, where the runner was made with `verify_on_capture`. No graph is left then, eager
+                steps work, and `capture()` can be called again.
             ReplayError: the runner is closed.
         """
         self._check_open()
@@ -179,6 +185,8 @@ class CapturingRunner(ABC):
                         self._size_outputs(max(sizes), label)
                 keys = [self._make_graph_key(size, label) for label in self.hooks.variants for size in sizes]
                 captured, dropped = capture_shapes(self, keys)
+            if self.verify_on_capture:
+                self._verify_capture()
         except BaseException:
             self._drop_graphs()
             self._has_captured = False
@@ -235,6 +243,8 @@ class CapturingRunner(ABC):
             self._prepare_metadata(batch, key)
         except Exception as error:
             raise capture_failed(self.phase, key, error) from error
+        # Its segments run, and write where outputs of the pool are.
+        backend.graph_pool.overwrite()
         forward = partial(self._fill_and_run if backend.fills else self._run_forward, batch, key)
         output = backend.capture_one(key, forward, batch, self.hooks.after_warmup)
         node = backend.fill_node(key)
@@ -242,7 +252,9 @@ class CapturingRunner(ABC):
             raise no_node("the fill cannot be told apart in the captured graph")
         exposed = self.buffer_registry.presence(batch)
         self._routes.clear()
-        self.graphs[key] = CapturedGraph(key, exposed, output, backend.launcher(key), node)
+        self.graphs[key] = CapturedGraph(
+            key, exposed, output, backend.graph_pool, launch=backend.launcher(key), node=node
+        )
         return output
 
     def _fill_and_run(self, batch: Any, key: ShapeKey) -> Any:
@@ -268,7 +280,9 @@ class CapturingRunner(ABC):
 
     def drop_graph(self, key: ShapeKey) -> None:
         """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
-        self.graphs.pop(key, None)
+        graph = self.graphs.pop(key, None)
+        if graph is not None:
+            graph.drop()
         self._routes.clear()
         if self.backend is not None:
             self.backend.discard(key)
@@ -328,7 +342,13 @@ class CapturingRunner(ABC):
                 prepare(batch, key)
             return forward(batch)
 
+    @abstractmethod
+    def _verify_capture(self) -> None:
+        """Proves the graphs that were captured."""
+
     def _drop_graphs(self) -> None:
+        for graph in self.graphs.values():
+            graph.drop()
         self.graphs.clear()
         self._routes.clear()
         if self.backend is not None:

@@ -1,4 +1,4 @@
-"""One suite for every capture backend: what a class has to keep of the contract of `BaseCudaGraphBackend`."""
+"""For the tests of others: a suite for every capture backend, and one for what an engine makes of its graphs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from devicegraph.devices import get_device_adapter
 from devicegraph.testing import captures, failures, lifetimes, replays
 from devicegraph.testing.model import ATTENTION
 from devicegraph.testing.stage import Subject
+from devicegraph.verification import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Any
 
     from devicegraph.backends import BaseCudaGraphBackend
+    from devicegraph.runners.base import BaseCudaGraphRunner
+    from devicegraph.slots import HostValue
+    from devicegraph.verification_report import VerifyReport
 
-__all__ = ["CLAUSES", "check_backend"]
+__all__ = ["CLAUSES", "check_backend", "check_runner"]
 
 _CLAUSES = {
     clause.__name__: clause for clause in (*captures.CLAUSES, *replays.CLAUSES, *failures.CLAUSES, *lifetimes.CLAUSES)
@@ -64,6 +69,30 @@ def check_backend(
                 seen = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
                 raise AssertionError(f"clause `{name}` is broken: {clause.__doc__}\n{seen}") from error
     return names
+
+
+def check_runner(
+    runner: BaseCudaGraphRunner,
+    batches: Iterable[Any],
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+    poisons: Mapping[str, Sequence[HostValue]] | None = None,
+    tolerances: Mapping[torch.dtype, float] | None = None,
+) -> VerifyReport:
+    """Checks an engine's graphs with `verify`: the arguments and errors are described there.
+
+    Every captured graph needs a batch that it has room for, and every batch a graph.
+
+    Returns:
+        The report, which is true.
+
+    Raises:
+        AssertionError: what `verify` has found, or left out.
+    """
+    report = verify(runner, batches, state=state, poisons=poisons, tolerances=tolerances)
+    if not report or report.missed or report.skipped:
+        raise AssertionError(str(report))
+    return report
 
 
 def _checked_names(clauses: Sequence[str]) -> list[str]:

@@ -1,0 +1,125 @@
+"""Verification of a runner's graphs: a replay gives what eager gives, padding moves nothing, nothing stale is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from devicegraph.batches import read_fields, replaced
+from devicegraph.proofs import Proofs, Step
+from devicegraph.verification_report import SkippedBatch, VerifyReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from devicegraph.runners.base import BaseCudaGraphRunner
+    from devicegraph.runners.shape_key import ShapeKey
+    from devicegraph.slots import HostValue
+
+__all__ = ["TOLERANCES", "verify"]
+
+#: How far a replay may be from eager, as a share of the largest magnitude in the tensor; other dtypes are exact, but
+#: for the 8-bit ones, which get the last. A forward on padded rows may run other kernels than one on the live rows.
+TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def verify(
+    runner: BaseCudaGraphRunner,
+    batches: Iterable[Any],
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+    poisons: Mapping[str, Sequence[HostValue]] | None = None,
+    tolerances: Mapping[torch.dtype, float] | None = None,
+) -> VerifyReport:
+    """Proves the graphs of a runner on live batches, each batch in every graph that has room for it.
+
+    For each batch and graph:
+
+    - `eager`: the output with the real rows, and the state, are what an eager step on the live batch gives, within the
+      tolerance of each dtype.
+    - `repeat`: a second replay gives the same bits. Where it does not, nothing finer can be told.
+    - `padding`: with poison in the padded rows of all slots, and in the reserved row of the state, real rows and all
+      other rows of the state keep their bits; done with two poisons. What moves them is found slot by slot.
+    - `stale`: with poison in every buffer before the fill, the fill overwrites all that it has to, and nothing that it
+      left moves anything; done with two poisons.
+
+    Poison is valid for whoever reads it: numbers with a point that are far from what models compute with, both
+    booleans, and integers that the slot has in `batches` or that its buffer starts with, so that no index is out of
+    range. So several batches with different values prove more than one. Integer slots whose padding every fill writes
+    (`ZERO`, `FILL_SENTINEL`) may be what rows are written by: where poison in one of them moves the state, the values
+    next to its padding are tried, and where these move it too the slot is left at its padding, and the report says so
+    (`held`). Without state they are all left at it.
+
+    A hook or a forward that raises ends the verification; buffers and state are put back then, too. Steps are not
+    counted in the metrics. `can_run` and `pre_replay` are called once for each batch. Waits for the device, often.
+
+    Args:
+        runner: captured, not paused.
+        batches: live batches, as for `run`. They are not changed.
+        state: all that the forward writes beside its output, such as the key-value cache, by name: tensors, or views of
+            them, whose first dimension has the rows and whose first row is reserved for padding. By default what the
+            engine's `state_tensors()` gives. Three copies are held; where that is too much, give views of as many rows
+            as the batches use. State that is not given is written by every launch, as a step would do it.
+        poisons: for a slot, two values for its padded rows that differ and are valid there, or none to leave it out.
+            For slots whose values are bound to each other, such as cumulative lengths.
+        tolerances: for a dtype, another one than in `TOLERANCES`.
+
+    Returns:
+        A report to print; it is true where everything that could be proved was, and something was.
+
+    Raises:
+        ReplayError: the runner is closed or paused.
+        SlotError: `bad-state`, `bad-value` or `unknown-slot` for an argument; a batch with a field that does not fit.
+    """
+    proofs = Proofs(runner, state, poisons or {}, {**TOLERANCES, **(tolerances or {})})
+    steps, skipped = [], []
+    for number, batch in enumerate(batches):
+        runner._begin_step(batch)
+        decision = runner.can_run(batch)
+        if decision.key is None:
+            skipped.append(SkippedBatch(number, decision.code))
+            continue
+        bs, num_tokens = runner._sizes(batch)
+        size = runner._live_size(bs, num_tokens)
+        keys = [
+            key
+            for key in runner.graphs
+            if key.size >= int(size)
+            and key._replace(size=0) == decision.key._replace(size=0)
+            and runner.backend.can_run(batch, key)  # type: ignore[union-attr]
+        ]
+        steps.append(Step(number, batch, bs, num_tokens, keys))
+    return proofs.run(steps, skipped)
+
+
+def verify_capture(runner: BaseCudaGraphRunner) -> VerifyReport:
+    """Proves each graph on the engine's `verify_batches()`, or else on an idle batch of half its size.
+
+    The rows of an idle batch are padding themselves, so that integers have one valid value only: what padded indices
+    and lengths do to real rows shows on live batches only.
+    """
+    if runner.hooks.verify_batches is not None:
+        return verify(runner, runner.hooks.verify_batches())
+    proofs = Proofs(runner, None, {}, dict(TOLERANCES))
+    steps = [_idle_step(runner, number, key) for number, key in enumerate(runner.graphs)]
+    return proofs.run(steps, [])
+
+
+def _idle_step(runner: BaseCudaGraphRunner, number: int, key: ShapeKey) -> Step:
+    """An idle batch that takes half of a graph's rows, or all of them where the forward does not run at that size."""
+    half = key.size // 2
+    with torch.no_grad():
+        if half:
+            try:
+                runner.run_idle(half, key.variant_label)
+            except Exception:
+                half = 0
+        size = half or key.size
+        idle = runner._idle_batch(key._replace(size=size))
+    bs, num_tokens = runner._padded_sizes(size, runner._idle_requests(size))
+    names = [slot.name for slot in runner.buffer_registry.slots if slot.is_plain]
+    found = zip(names, read_fields(idle, names), strict=True)
+    # The rows are views of the buffers that are to be poisoned.
+    own = {name: rows.clone() for name, rows in found if isinstance(rows, torch.Tensor)}
+    return Step(number, replaced(idle, own, {}), bs, num_tokens, [key])
