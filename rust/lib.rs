@@ -8,6 +8,7 @@
 //! - [`layers`], [`options`], [`rules`]: how what several sources say comes together, and what an engine's facts rule out;
 //! - [`explain`], [`schema`]: a configuration as an operator reads it, and what there is to write, for an editor;
 //! - [`buckets`]: the sizes worth capturing, and which of them a live size is padded to;
+//! - [`optimize`]: the sizes that pad the least for traffic that was seen;
 //! - [`dtype`], [`slot`] and [`plan`]: what filling a set of static input buffers must copy and write, in the fewest calls;
 //! - [`pool`]: which input buffers are one memory, and who shares it;
 //! - [`arena`]: where the blocks of recorded tapes live, so that all of them together take the least memory.
@@ -22,6 +23,7 @@ pub mod dtype;
 pub mod error;
 pub mod explain;
 pub mod layers;
+pub mod optimize;
 pub mod options;
 pub mod plan;
 pub mod pool;

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from devicegraph.backends.tc_piecewise import TcPiecewiseCudaGraphBackend as TcPiecewiseCudaGraphBackend
     from devicegraph.buckets import Buckets as Buckets
     from devicegraph.buckets import DroppedBucket as DroppedBucket
+    from devicegraph.buckets import OptimizedBuckets as OptimizedBuckets
     from devicegraph.buckets import decode_buckets as decode_buckets
+    from devicegraph.buckets import optimize_buckets as optimize_buckets
     from devicegraph.buckets import prefill_buckets as prefill_buckets
+    from devicegraph.buckets import read_histogram as read_histogram
+    from devicegraph.buckets import write_histogram as write_histogram
     from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE as ALLOWED_BACKENDS_PER_PHASE
     from devicegraph.config import Backend as Backend
     from devicegraph.config import ConfigIssue as ConfigIssue
@@ -126,8 +130,12 @@ _MODULES = {
     "buckets": (
         "Buckets",
         "DroppedBucket",
+        "OptimizedBuckets",
         "decode_buckets",
+        "optimize_buckets",
         "prefill_buckets",
+        "read_histogram",
+        "write_histogram",
     ),
     "config": (
         "ALLOWED_BACKENDS_PER_PHASE",

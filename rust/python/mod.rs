@@ -5,6 +5,7 @@ mod buckets;
 mod config;
 mod error;
 mod explain;
+mod optimize;
 mod options;
 mod phase;
 mod plan;
@@ -29,6 +30,8 @@ mod _core {
     use super::error::PyConfigIssue;
     #[pymodule_export]
     use super::explain::PyExplanation;
+    #[pymodule_export]
+    use super::optimize::{PyOptimizedBuckets, optimize_buckets};
     #[pymodule_export]
     use super::options::{PyConfigOption, merge_options, read_argument};
     #[pymodule_export]
