@@ -883,6 +883,8 @@ class PoolLedger:
         """
     def leave(self, user: int, /) -> int | None:
         """Removes a user, and returns its memory where that has no other. An unknown user is nobody's last."""
+    def owners(self, memory: int, /) -> list[str]:
+        """The owners of a memory's users, in the order in which they came; none where there is no such memory."""
     @property
     def total_bytes(self) -> int:
         """Bytes of all memories."""

@@ -41,13 +41,17 @@ class BaseCudaGraphRunner(CapturingRunner):
             same graph memory pool.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.
         graph_pool: the graph memory pool; by default the one that all runners of the device share.
-        progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
+        progress: called with a `CaptureProgress` for each graph; by default, on rank 0, a bar in a terminal and log
+            records elsewhere. `json_progress()` writes lines for programs.
+        nvtx: mark the fill, the preparation and the replay of each step as NVTX ranges, named by phase and graph, for a
+            profiler. Costs nothing where it is off.
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
             (`wrong-type`), an engine that lacks something (`engine-incomplete`), or a registry that does not fit it
             (`registry-device`, `registry-too-small`).
-        BackendError: the device or the backend is not available here.
+        BackendError: the device or the backend is not available here; `nvtx-not-available` where the device has no such
+            ranges.
     """
 
     # What a phase says of itself, beside how it captures.
@@ -97,7 +101,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         with torch.no_grad(), unchanged_on_failure(forward_batch):
             self._prepare_metadata(forward_batch, None)
             output = self._run_forward(forward_batch, None)
-        self._eager_steps[decision.code] = self._eager_steps.get(decision.code, 0) + 1
+        self._eager_steps.count(decision.code, self._live_size(bs, num_tokens))
         return output
 
     def replay(self, forward_batch: Any, decision: Decision | None = None) -> Any:
@@ -247,19 +251,23 @@ class BaseCudaGraphRunner(CapturingRunner):
         finally:
             self._replaying = None
         size = self._live_size(bs, num_tokens)
-        graph.replays += 1
-        graph.raw_rows += size  # type: ignore[operator]
+        graph.count(size)  # type: ignore[arg-type]
         return graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
 
     # Counts and life cycle.
 
     def metrics(self) -> StepMetrics:
-        """The counts since the last capture, and of eager steps since the runner was made."""
-        replays = {graph.key: graph.replays for graph in self.graphs.values() if graph.replays}
-        raw_rows = sum(graph.raw_rows for graph in self.graphs.values())
-        computed = sum(key.size * count for key, count in replays.items())
-        recompiles = 0 if self.backend is None else self.backend.traces - self._traces
-        return StepMetrics(replays, dict(self._eager_steps), raw_rows, computed - raw_rows, recompiles)
+        """The counts since the last capture, and of eager steps since the runner was made.
+
+        May be called from another thread, while steps run. Does not synchronise.
+        """
+        return StepMetrics.of(
+            {graph.key: graph.counts for graph in list(self.graphs.values())},
+            self._eager_steps,
+            recompiles=0 if self.backend is None else self.backend.traces - self._traces,
+            phase=self.phase,
+            mode=getattr(self, "mode", None),
+        )
 
     def pause(self) -> None:
         """Waits for the work in flight and refuses steps until `resume()`; graphs and addresses stay.

@@ -24,23 +24,25 @@ class CapturedGraph:
         decision: the decision for this graph, made once.
         exposed: the plain slots that the captured batch exposed, as the registry's mask.
         axes: where the rows of each tensor of the output are; set once all sizes are captured.
-        replays: replays so far.
-        raw_rows: real rows in them.
+        counts: replays so far, by live size.
     """
 
-    __slots__ = ("_output", "_tensors", "_trimmed", "axes", "decision", "exposed", "key", "raw_rows", "replays")
+    __slots__ = ("_output", "_tensors", "_trimmed", "axes", "counts", "decision", "exposed", "key")
 
     def __init__(self, key: ShapeKey, exposed: int, output: Any) -> None:
         self.key = key
         self.decision = Decision("graph", key)
         self.exposed = exposed
         self.axes: Sequence[RowAxis | None] = ()
-        self.replays = 0
-        self.raw_rows = 0
+        self.counts: dict[int, int] = {}
         self._output = output
         self._tensors = tensors_of(output)
         #: The output's tensors cut to each live size that came up: their addresses never change.
         self._trimmed: dict[int, list[torch.Tensor]] = {}
+
+    def count(self, size: int) -> None:
+        """Counts a replay with so many live units."""
+        self.counts[size] = self.counts.get(size, 0) + 1
 
     def trim(self, size: int, *, clone: bool) -> Any:
         """The output with the rows of `size` live units: views, or copies with `clone`."""
