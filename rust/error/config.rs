@@ -140,7 +140,7 @@ impl Issue {
             }
             Problem::NoSteps => format!("{value} counts no step"),
             Problem::TooManySizes { sizes, graphs } => {
-                format!("{graphs} graphs cannot be chosen from {sizes} sizes in memory")
+                format!("lists of up to {graphs} of {sizes} sizes are too many to choose from in memory")
             }
             Problem::BudgetTooSmall { size, bytes } => {
                 format!("{value} is less than the graph of the largest size, {size}, takes: {bytes}")

@@ -153,10 +153,31 @@ impl Search<'_> {
             left -= i128::from(bytes[at - 1]);
             list.insert(list.partition_point(|bucket| *bucket < at), at);
         }
+        self.shift(&mut list, left);
         let befores = std::iter::once(0).chain(list.iter().copied());
         let padding = befores.zip(&list).map(|(from, to)| self.candidates.padding(from, *to)).sum();
         if padding < self.best.0 {
             self.best = (padding, list);
+        }
+    }
+
+    /// Moves each bucket to where it saves the most between its neighbours, as long as one moves and the bytes allow it.
+    fn shift(&self, list: &mut [usize], mut left: i128) {
+        let bytes = |at: usize| i128::from(self.constraint.bytes[at - 1]);
+        let mut moves = true;
+        while std::mem::take(&mut moves) {
+            for place in 0..list.len() - 1 {
+                let (here, above) = (list[place], list[place + 1]);
+                let below = if place == 0 { 0 } else { list[place - 1] };
+                let padding = |at: usize| self.candidates.padding(below, at) + self.candidates.padding(at, above);
+                let fits = |at: &usize| bytes(*at) <= left + bytes(here);
+                let best = (below + 1..above).filter(fits).min_by_key(|at| padding(*at)).unwrap_or(here);
+                if padding(best) < padding(here) {
+                    left += bytes(here) - bytes(best);
+                    list[place] = best;
+                    moves = true;
+                }
+            }
         }
     }
 

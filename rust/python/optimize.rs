@@ -77,7 +77,9 @@ impl PyOptimizedBuckets {
     text_signature = "(histogram, max_graphs=None, bytes=None, *, bytes_per_size=None, maximum=None, alignment=1, \
                       limit=None)"
 )]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments")]
 pub(super) fn optimize_buckets(
+    py: Python<'_>,
     histogram: &Bound<'_, PyAny>,
     max_graphs: Given<'_>,
     bytes: Given<'_>,
@@ -98,5 +100,7 @@ pub(super) fn optimize_buckets(
     // A function is asked about the sizes that there are without a budget of bytes.
     let sizes = || Arguments { bytes: Value::Null, ..arguments.clone() }.candidates();
     let bytes_per_size = bytes_of_sizes(bytes_per_size, sizes)?;
-    Ok(PyOptimizedBuckets(Optimized::new(&Arguments { bytes_per_size, ..arguments })?))
+    // A search under a budget of bytes may take seconds.
+    let best = py.detach(|| Optimized::new(&Arguments { bytes_per_size, ..arguments }))?;
+    Ok(PyOptimizedBuckets(best))
 }

@@ -271,7 +271,7 @@ fn every_sentence_reads_as_in_this_table() {
       allowed: a mapping from live sizes to numbers of steps
     limit: no multiple of the alignment 8 is within `6` [limit-below-alignment]
     histogram: `{}` counts no step [empty-histogram]
-    histogram: 5000 graphs cannot be chosen from 100000 sizes in memory [too-many-sizes]
+    histogram: lists of up to 5000 of 100000 sizes are too many to choose from in memory [too-many-sizes]
       hint: ask for fewer graphs, or set an `alignment`
     bytes: `5` is less than the graph of the largest size, 64, takes: 7340032 [budget-too-small]
       hint: lower `maximum`, or leave the graphs more memory
