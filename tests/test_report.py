@@ -66,13 +66,14 @@ def test_an_estimate_is_the_first_graph_and_a_line_through_the_second_and_the_la
     )
     sampled = (graph(64, 0.5, 100), graph(48, 0.25, 12), graph(16, 0.125, 4))
     estimate = dg.CaptureEstimate.of(sampled, [64, 48, 32, 16])
-    assert (estimate.graphs, estimate.seconds) == (4, 0.5 + 0.25 + 0.1875 + 0.125)
+    assert (estimate.graphs, estimate.seconds) == (4, 0.3125 + 0.25 + 0.1875 + 0.125)
     assert (estimate.reserved_bytes, estimate.device_bytes) == ((100 + 12 + 8 + 4) << 20, (124 + 4 * 7) << 20)
     # What a graph takes besides: 7 MiB, and a quarter of one for each row.
     assert [estimate.bytes_per_size(size) for size in (4, 32)] == [8 << 20, 15 << 20]
     list_of_two = dg.optimize_buckets({4: 9, 8: 9, 32: 1}, bytes=24 << 20, bytes_per_size=estimate.bytes_per_size)
     assert list_of_two.sizes == (8, 32)
-    assert dg.CaptureEstimate.of(sampled[:1], [64]).reserved_bytes == 100 << 20
+    one = dg.CaptureEstimate.of(sampled[:1], [64])
+    assert (one.seconds, one.reserved_bytes, one.bytes_per_size(64)) == (0.5, 100 << 20, 0)
     assert dg.CaptureEstimate.of(sampled[:2], [64, 48]).reserved_bytes == 112 << 20
     falling = dg.CaptureEstimate.of((sampled[0], graph(48, 0.1, 4), graph(16, 0.1, 12)), [64, 48, 32, 16])
     assert falling.bytes_per_size(1) == falling.bytes_per_size(64) == 19 << 20
@@ -102,7 +103,10 @@ def test_a_capture_reports_its_estimate_and_its_shared_buffers() -> None:
         )
         for _ in range(2)
     ]
-    with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(), registry=registries[0]) as runner:
+    # A pool of its own: in one that others use there may be room for these graphs.
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    config = dg.CudaGraphConfig()
+    with dg.DecodeCudaGraphRunner(engine, config=config, registry=registries[0], graph_pool=pool) as runner:
         estimate = runner.estimate_capture()
         assert [bucket.key.size for bucket in estimate.sampled] == [4, 2, 1]
         assert runner.graphs == {}

@@ -64,8 +64,9 @@ class InputBuffer:
 class CaptureEstimate:
     """What a capture is going to take, from three graphs that were captured and dropped again.
 
-    The first graph in order of capture pays for what all of them share: it is taken as it was measured. Of the others,
-    the second and the last were measured, and what lies between lies on the line through these two, by size.
+    The first graph in order of capture pays for the memory that all of them share: its bytes are taken as they were
+    measured. Those of the others lie on the line through the second graph and the last, by size. So do the seconds of
+    all: what the first one took besides was for what is loaded once in a process.
 
     Attributes:
         graphs: how many graphs it is about.
@@ -84,15 +85,15 @@ class CaptureEstimate:
     @classmethod
     def of(cls, sampled: tuple[CapturedBucket, ...], sizes: list[int]) -> CaptureEstimate:
         """The estimate for graphs of these sizes, in order of capture; the first, second and last were measured."""
-        seconds, reserved = (
-            _extrapolate([getattr(b, name) for b in sampled], [b.key.size for b in sampled], sizes)
-            for name in ("seconds", "reserved_bytes")
-        )
-        device = [b.device_bytes for b in sampled if b.device_bytes is not None]
-        on_device = (
-            round(_extrapolate(device, [b.key.size for b in sampled], sizes)) if len(device) == len(sampled) else None
-        )
-        return cls(len(sizes), seconds, round(reserved), on_device, sampled)
+        measured = [b.key.size for b in sampled]
+        reserved = _extrapolate([b.reserved_bytes for b in sampled], measured, sizes)
+        on_device = [b.device_bytes for b in sampled if b.device_bytes is not None]
+        device = round(_extrapolate(on_device, measured, sizes)) if len(on_device) == len(sampled) else None
+        # What is loaded once was loaded for the first sample, and will not be again.
+        later = [b.seconds for b in sampled[1:]] or [sampled[0].seconds]
+        constant, slope = _line(later, measured[1:] or measured)
+        seconds = sum(max(constant + slope * size, 0.0) for size in sizes)
+        return cls(len(sizes), seconds, round(reserved), device, sampled)
 
     def bytes_per_size(self, size: int) -> int:
         """What the graph of a size takes besides what all share, as `optimize_buckets` and `Buckets` take it.
