@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+pub(crate) use arguments::BytesPerSize;
 pub use arguments::{Arguments, PRESETS};
 use lists::{DECODE, DENSE_DECODE, DENSE_PREFILL, PREFILL, SPECULATIVE, thin, up_to, within};
 

@@ -8,6 +8,7 @@
 //! - [`layers`], [`options`], [`rules`]: how what several sources say comes together, and what an engine's facts rule out;
 //! - [`explain`], [`schema`]: a configuration as an operator reads it, and what there is to write, for an editor;
 //! - [`buckets`]: the sizes worth capturing, and which of them a live size is padded to;
+//! - [`optimize`]: the sizes that pad the least for traffic that was seen;
 //! - [`dtype`], [`slot`] and [`step`]: what filling a set of static input buffers must copy and write;
 //! - [`plan`] and [`table`]: the same as the fewest grouped calls, and as one table for a kernel;
 //! - [`driver`]: the fence round addresses: the CUDA driver, tensors by DLPack, and tables carried out on the host;
@@ -25,6 +26,7 @@ pub mod dtype;
 pub mod error;
 pub mod explain;
 pub mod layers;
+pub mod optimize;
 pub mod options;
 pub mod plan;
 pub mod pool;

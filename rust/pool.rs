@@ -144,6 +144,12 @@ impl Ledger {
         if entry.users.is_empty() { Some(self.entries.remove(index).id) } else { None }
     }
 
+    /// The owners of a memory's users, in the order in which they came; none where there is no such memory.
+    pub fn owners(&self, memory: u64) -> Vec<String> {
+        let entry = self.entries.iter().find(|entry| entry.id == memory);
+        entry.map_or_else(Vec::new, |entry| entry.users.iter().map(|user| user.owner.clone()).collect())
+    }
+
     /// How many memories there are.
     pub fn len(&self) -> usize {
         self.entries.len()

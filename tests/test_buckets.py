@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph import Buckets, ConfigError, CudaGraphConfig, decode_buckets, prefill_buckets
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 sizes = st.lists(st.integers(1, 600), min_size=1, max_size=12)
 rules = st.fixed_dictionaries(
@@ -210,3 +213,83 @@ def test_other_objects_are_neither_contained_nor_equal() -> None:
     assert 2**70 not in buckets
     assert buckets != (1, 2)
     assert dg.buckets.Buckets is Buckets
+
+
+histograms = st.dictionaries(st.integers(1, 400), st.integers(1, 1000), min_size=1, max_size=30)
+
+
+@given(histograms, st.integers(1, 12))
+def test_an_optimized_list_is_one_to_capture_and_pads_as_a_step_by_step_count_says(
+    histogram: dict[int, int], max_graphs: int
+) -> None:
+    best = dg.optimize_buckets(histogram, max_graphs)
+    buckets = Buckets(best.sizes)
+    assert buckets.maximum == max(histogram)
+    assert len(buckets) == min(max_graphs, len(histogram))
+    padding = {size: buckets.fit(size) - size for size in histogram}  # type: ignore[operator]
+    assert best.padded_rows == sum(padding[size] * count for size, count in histogram.items())
+    assert best.raw_rows == sum(size * count for size, count in histogram.items())
+    assert (best.steps, best.eager_steps) == (sum(histogram.values()), 0)
+    assert best.waste == pytest.approx(best.padded_rows / (best.padded_rows + best.raw_rows))
+    assert best.curve[len(best.sizes) - 1] == best.padded_rows == best.padded_rows_with(best.sizes)
+    default = decode_buckets(max(histogram), max_graphs=max_graphs)
+    if len(default) <= max_graphs:
+        assert best.padded_rows <= best.padded_rows_with(default.sizes)
+
+
+def test_the_bytes_of_graphs_may_be_a_number_a_table_or_a_function() -> None:
+    histogram = dict.fromkeys(range(1, 9), 5)
+    each = dg.optimize_buckets(histogram, bytes=30, bytes_per_size=10)
+    assert (each.sizes, each.total_bytes) == (dg.optimize_buckets(histogram, 3).sizes, 30)
+    by_row = dg.optimize_buckets(histogram, bytes=15, bytes_per_size=lambda size: 1 + size)
+    by_table = dg.optimize_buckets(histogram, bytes=15, bytes_per_size={size: 1 + size for size in histogram})
+    assert by_row == by_table
+    assert by_row.total_bytes == sum(1 + size for size in by_row.sizes) <= 15
+    assert by_row.sizes[-1] == 8
+
+
+def test_what_cannot_be_optimized_is_refused_with_every_problem() -> None:
+    with pytest.raises(ConfigError) as info:
+        dg.optimize_buckets({0: 1, 4: -1}, 0, bytes=1, maximum=True)  # type: ignore[arg-type]
+    assert [(issue.path, issue.code) for issue in info.value.issues] == [
+        ("histogram[0]", "out-of-range"),
+        ("histogram[4]", "out-of-range"),
+        ("max_graphs", "out-of-range"),
+        ("bytes", "no-bytes"),
+        ("maximum", "wrong-type"),
+    ]
+    with pytest.raises(ConfigError, match="budget-too-small"):
+        dg.optimize_buckets({4: 1}, bytes=9, bytes_per_size=10)
+    with pytest.raises(ZeroDivisionError):
+        dg.optimize_buckets({4: 1}, bytes_per_size=lambda size: size // 0)
+
+
+@given(histograms)
+def test_a_histogram_comes_back_from_its_file(
+    tmp_path_factory: pytest.TempPathFactory, histogram: dict[int, int]
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "steps.csv"
+    dg.write_histogram(path, histogram)
+    assert dg.read_histogram(path) == histogram
+    # Files may be joined, and edited where a byte order mark and other line ends are put in.
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n") + path.read_bytes())
+    assert dg.read_histogram(path) == {size: 2 * count for size, count in histogram.items()}
+
+
+def test_every_bad_line_of_a_histogram_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text("size;count\n1,x\n0,3\n\n5\n7,1_000\n٣,1\n9,1\n")
+    with pytest.raises(ConfigError) as info:
+        dg.read_histogram(path)
+    assert info.value.code == "csv-syntax"
+    assert info.value.message == (
+        f"{path}: line 1: `size;count` is not the header `size,count`\n"
+        "line 2: count: `x` is not an integer of at least 0\n"
+        "line 3: size: `0` is not an integer of at least 1\n"
+        "line 5: 1 cells, not a size and a count\n"
+        "line 6: count: `1_000` is not an integer of at least 0\n"
+        "line 7: size: `٣` is not an integer of at least 1"
+    )
+    path.write_bytes(b"size,count\n\xff\n")
+    with pytest.raises(ConfigError, match="it is no CSV text"):
+        dg.read_histogram(path)

@@ -131,6 +131,53 @@ def test_buckets_prints_json_for_machines(capsys: pytest.CaptureFixture[str]) ->
     }
 
 
+@pytest.fixture
+def traffic(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.csv"
+    path.write_text("size,count\n1,300\n2,150\n3,100\n5,120\n8,90\n13,80\n21,60\n30,40\n33,30\n48,20\n64,10\n")
+    return path
+
+
+def test_buckets_finds_the_list_that_pads_the_least(capsys: pytest.CaptureFixture[str], traffic: Path) -> None:
+    argv = ("buckets", "--optimize", str(traffic), "--limit", "50", "--alignment", "2")
+    assert _run(capsys, *argv, "--max-graphs", "5") == (
+        "sizes    2, 8, 22, 34, 50\n"
+        "steps    990, and 10 above the largest size: eager\n"
+        "padding  2170 of 9840 rows (22.1%) with 5 graphs\n"
+        "default  1470 rows (16.1%) with 10 graphs: 2, 4..16 by 4, 24..48 by 8, 50\n"
+        "saving   -700 padded rows against the default list (-47.6%)\n"
+        "\n"
+        "graphs  padded rows\n"
+        "     1  41830   84.5%\n"
+        "     2   9910   56.4%\n"
+        "     3   5910   43.5%\n"
+        "     4   3290   30.0%\n"
+        "     5   2170   22.1%\n"
+        "     6   1530   16.6%\n"
+        "     7   1090   12.4%\n"
+        "     8    890   10.4%\n"
+        "     9    730    8.7%\n"
+        "    10    690    8.3%\n"
+    )
+
+
+def test_buckets_optimizes_for_as_many_graphs_as_the_default_list_has(
+    capsys: pytest.CaptureFixture[str], traffic: Path
+) -> None:
+    for argv in (("buckets",), ("buckets", "prefill", "--preset", "dense"), ("buckets", "decode", "30")):
+        data = json.loads(_run(capsys, *argv, "--optimize", str(traffic), "--json"))
+        best = devicegraph.optimize_buckets(
+            devicegraph.read_histogram(traffic), len(data["default"]["sizes"]), maximum=data["sizes"][-1]
+        )
+        assert tuple(data["sizes"]) == best.sizes
+        assert tuple(data["curve"]) == best.curve
+        assert data["saved_rows"] == best.padded_rows_with(data["default"]["sizes"]) - best.padded_rows >= 0
+        assert (data["steps"], data["eager_steps"]) == (best.steps, best.eager_steps)
+    options = ("--max-bytes", "2000", "--bytes-per-size", "100", "--bytes-per-row", "10", "--json")
+    data = json.loads(_run(capsys, "buckets", "--optimize", str(traffic), *options))
+    assert data["total_bytes"] == sum(100 + 10 * size for size in data["sizes"]) <= 2000
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -165,6 +212,19 @@ def test_buckets_prints_json_for_machines(capsys: pytest.CaptureFixture[str]) ->
         (
             ["buckets", "prefill", "--config", '{"prefill": {"backend": "disabled"}}'],
             "devicegraph buckets: error: prefill is disabled by the configuration: it has no sizes [phase-disabled]",
+        ),
+        (
+            ["buckets", "8", "--optimize", "no.csv"],
+            "devicegraph buckets: error: argument phase: invalid choice: '8' (choose from 'decode', 'prefill')",
+        ),
+        (["buckets", "--optimize", "no.csv"], "devicegraph buckets: error: no.csv: No such file or directory"),
+        (
+            ["buckets", "--optimize", "no.csv", "--no-padding"],
+            "devicegraph buckets: error: `--no-padding` does not go with `--optimize` [unknown-option]",
+        ),
+        (
+            ["buckets", "decode", "8", "--bytes-per-row", "1"],
+            "devicegraph buckets: error: `--bytes-per-row` goes with `--optimize` [unknown-option]",
         ),
         (
             ["buckets", "decode", "8", "--frobnicate"],

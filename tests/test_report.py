@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
+import sys
 import textwrap
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ import devicegraph as dg
 from devicegraph.backends import backend_class
 from devicegraph.report import format_bytes
 from engines import ToyEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 REPORT = dg.CaptureReport(
     "decode",
@@ -52,6 +58,110 @@ def test_a_report_exports_plain_values() -> None:
     }
     assert exported["dropped"][0]["key"] == {"size": 128}
     assert (exported["seconds"], exported["reserved_bytes"]) == (REPORT.seconds, 32 << 20)
+
+
+def test_an_estimate_is_the_first_graph_and_a_line_through_the_second_and_the_last() -> None:
+    graph = lambda size, seconds, mebibytes: dg.CapturedBucket(  # noqa: E731
+        dg.ShapeKey(size), seconds, mebibytes << 20, (mebibytes + 7) << 20
+    )
+    sampled = (graph(64, 0.5, 100), graph(48, 0.25, 12), graph(16, 0.125, 4))
+    estimate = dg.CaptureEstimate.of(sampled, [64, 48, 32, 16])
+    assert (estimate.graphs, estimate.seconds) == (4, 0.3125 + 0.25 + 0.1875 + 0.125)
+    assert (estimate.reserved_bytes, estimate.device_bytes) == ((100 + 12 + 8 + 4) << 20, (124 + 4 * 7) << 20)
+    # What a graph takes besides: 7 MiB, and a quarter of one for each row.
+    assert [estimate.bytes_per_size(size) for size in (4, 32)] == [8 << 20, 15 << 20]
+    list_of_two = dg.optimize_buckets({4: 9, 8: 9, 32: 1}, bytes=24 << 20, bytes_per_size=estimate.bytes_per_size)
+    assert list_of_two.sizes == (8, 32)
+    one = dg.CaptureEstimate.of(sampled[:1], [64])
+    assert (one.seconds, one.reserved_bytes, one.bytes_per_size(64)) == (0.5, 100 << 20, 0)
+    assert dg.CaptureEstimate.of(sampled[:2], [64, 48]).reserved_bytes == 112 << 20
+    falling = dg.CaptureEstimate.of((sampled[0], graph(48, 0.1, 4), graph(16, 0.1, 12)), [64, 48, 32, 16])
+    assert falling.bytes_per_size(1) == falling.bytes_per_size(64) == 19 << 20
+
+
+def test_a_report_prints_how_far_off_the_estimate_was_and_who_shares_what() -> None:
+    estimate = dg.CaptureEstimate(2, 0.25, 40 << 20, 40 << 20, REPORT.captured)
+    inputs = (dg.InputBuffer("input_ids", 512, ("prefill",)), dg.InputBuffer("seq_lens", 512))
+    report = dataclasses.replace(REPORT, estimate=estimate, inputs=inputs)
+    assert str(report).splitlines()[5:] == [
+        "dropped bucket 128: decode: capturing bucket 128 failed: out of memory",
+        "estimate from 2 graphs: 0.250 s (+44%), reserved 40.0 MiB (+25%), device 40.0 MiB (-15%)",
+        "2 input buffers, 1.0 KiB",
+        "  `input_ids` is shared with prefill",
+    ]
+    assert report.summary == "decode, backend `full`: 2 graphs in 0.17 s, 32.0 MiB reserved, 1 dropped"
+    exported = json.loads(report.to_json())
+    assert exported["estimate"]["sampled"] == [{"size": 64}, {"size": 8, "variant_label": "lora"}]
+    assert exported["inputs"][0] == {"name": "input_ids", "bytes": 512, "shared_with": ["prefill"]}
+
+
+def test_a_capture_reports_its_estimate_and_its_shared_buffers() -> None:
+    engine = ToyEngine(max_bs=4)
+    registries = [
+        dg.build_decode_registry(
+            device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1, cache_loc_dtype=torch.int64, share_pool=True
+        )
+        for _ in range(2)
+    ]
+    # A pool of its own: in one that others use there may be room for these graphs.
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    config = dg.CudaGraphConfig()
+    with dg.DecodeCudaGraphRunner(engine, config=config, registry=registries[0], graph_pool=pool) as runner:
+        estimate = runner.estimate_capture()
+        assert [bucket.key.size for bucket in estimate.sampled] == [4, 2, 1]
+        assert runner.graphs == {}
+        assert runner.can_run(engine.batch([3])).code == "not-captured"
+        report = runner.capture()
+        assert report.estimate is estimate
+        assert estimate.graphs == len(report.captured) == 3
+        assert estimate.reserved_bytes == report.reserved_bytes > 0
+        shared = {buffer.name: buffer for buffer in report.inputs}
+        assert shared["input_ids"].bytes == 4 * 8
+        # Whoever else in the process has such a buffer shares it as well.
+        assert registries[1].label in shared["input_ids"].shared_with
+        users = dg.input_buffer_pool.users(registries[1].get_slot("input_ids").buffer)
+        assert len(users) == len(shared["input_ids"].shared_with) + 1
+        with pytest.raises(dg.CaptureError, match="already-captured"):
+            runner.estimate_capture()
+        assert len(runner.graphs) == 3
+    disabled = dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"backend": "disabled"}))
+    assert disabled.estimate_capture() == dg.CaptureEstimate(0, 0.0, 0, None, ())
+
+
+def test_an_estimate_of_what_does_not_fit_says_so() -> None:
+    class Full(ToyEngine):
+        def forward(self, batch: object) -> object:
+            raise torch.OutOfMemoryError("no room for 2 GiB")
+
+    runner = dg.DecodeCudaGraphRunner(Full(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [2]}))
+    with pytest.raises(
+        dg.CaptureError, match=r"bucket 2 was captured for an estimate, and dropped: .* no room for 2 GiB"
+    ):
+        runner.estimate_capture()
+    assert not runner.graphs
+
+
+def test_a_plot_shows_memory_and_seconds_by_graph(tmp_path: Path) -> None:
+    REPORT.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+    memory, seconds = REPORT._figure().axes
+    assert [bar.get_height() for bar in memory.patches] == [0.0, 32.0, 7.0, 40.0]
+    assert [bar.get_height() for bar in seconds.patches] == [0.05, 0.1234]
+    assert [label.get_text() for label in seconds.get_xticklabels()] == ["8 (variant_label=lora)", "64"]
+    assert (memory.get_ylabel(), seconds.get_ylabel(), seconds.get_xlabel()) == ("MiB", "seconds", "requests")
+    # Devices that do not tell, and reports without a graph, have a plot as well.
+    dg.CaptureReport("prefill", "full", (dg.CapturedBucket(dg.ShapeKey(4), 0.1, 1, None),)).plot(tmp_path / "a.svg")
+    dg.CaptureReport("decode", "full").plot(tmp_path / "b.png")
+    assert (tmp_path / "a.svg").stat().st_size > 0
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(dg.BackendError) as info:
+        REPORT.plot(tmp_path / "report.png")
+    assert info.value.code == "matplotlib-missing"
+    assert info.value.hint == "run `pip install matplotlib`, or `pip install devicegraph[plot]`"
+    assert not (tmp_path / "report.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from devicegraph.backends.tc_piecewise import TcPiecewiseCudaGraphBackend as TcPiecewiseCudaGraphBackend
     from devicegraph.buckets import Buckets as Buckets
     from devicegraph.buckets import DroppedBucket as DroppedBucket
+    from devicegraph.buckets import OptimizedBuckets as OptimizedBuckets
     from devicegraph.buckets import decode_buckets as decode_buckets
+    from devicegraph.buckets import optimize_buckets as optimize_buckets
     from devicegraph.buckets import prefill_buckets as prefill_buckets
+    from devicegraph.buckets import read_histogram as read_histogram
+    from devicegraph.buckets import write_histogram as write_histogram
     from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE as ALLOWED_BACKENDS_PER_PHASE
     from devicegraph.config import Backend as Backend
     from devicegraph.config import ConfigIssue as ConfigIssue
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from devicegraph.layouts import build_eager_registry as build_eager_registry
     from devicegraph.layouts import build_prefill_registry as build_prefill_registry
     from devicegraph.metrics import StepMetrics as StepMetrics
+    from devicegraph.metrics import prometheus_text as prometheus_text
     from devicegraph.outputs import RowAxis as RowAxis
     from devicegraph.parallel import Proposal as Proposal
     from devicegraph.parallel import agree as agree
@@ -74,8 +79,10 @@ if TYPE_CHECKING:
     from devicegraph.registry import CudaGraphBufferRegistry as CudaGraphBufferRegistry
     from devicegraph.registry import reset_index_buffers as reset_index_buffers
     from devicegraph.report import CapturedBucket as CapturedBucket
+    from devicegraph.report import CaptureEstimate as CaptureEstimate
     from devicegraph.report import CaptureReport as CaptureReport
     from devicegraph.report import DroppedCapture as DroppedCapture
+    from devicegraph.report import InputBuffer as InputBuffer
     from devicegraph.rules import FACTS as FACTS
     from devicegraph.rules import READY_RULES as READY_RULES
     from devicegraph.rules import Rule as Rule
@@ -91,6 +98,7 @@ if TYPE_CHECKING:
     from devicegraph.runners.decode import get_batch_sizes_to_capture as get_batch_sizes_to_capture
     from devicegraph.runners.prefill import PrefillCudaGraphRunner as PrefillCudaGraphRunner
     from devicegraph.runners.progress import CaptureProgress as CaptureProgress
+    from devicegraph.runners.progress import json_progress as json_progress
     from devicegraph.runners.shape_key import ShapeKey as ShapeKey
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
@@ -131,8 +139,12 @@ _MODULES = {
     "buckets": (
         "Buckets",
         "DroppedBucket",
+        "OptimizedBuckets",
         "decode_buckets",
+        "optimize_buckets",
         "prefill_buckets",
+        "read_histogram",
+        "write_histogram",
     ),
     "config": (
         "ALLOWED_BACKENDS_PER_PHASE",
@@ -175,7 +187,10 @@ _MODULES = {
         "build_eager_registry",
         "build_prefill_registry",
     ),
-    "metrics": ("StepMetrics",),
+    "metrics": (
+        "StepMetrics",
+        "prometheus_text",
+    ),
     "outputs": ("RowAxis",),
     "parallel": (
         "Proposal",
@@ -192,9 +207,11 @@ _MODULES = {
         "reset_index_buffers",
     ),
     "report": (
+        "CaptureEstimate",
         "CaptureReport",
         "CapturedBucket",
         "DroppedCapture",
+        "InputBuffer",
     ),
     "rules": (
         "FACTS",
@@ -218,7 +235,10 @@ _MODULES = {
         "get_batch_sizes_to_capture",
     ),
     "runners.prefill": ("PrefillCudaGraphRunner",),
-    "runners.progress": ("CaptureProgress",),
+    "runners.progress": (
+        "CaptureProgress",
+        "json_progress",
+    ),
     "runners.shape_key": ("ShapeKey",),
     "slots": (
         "FillContext",

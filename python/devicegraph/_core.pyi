@@ -25,6 +25,7 @@ __all__ = [
     "FillTable",
     "FillTables",
     "HostRing",
+    "OptimizedBuckets",
     "PhaseConfig",
     "PoolLedger",
     "SlotLayout",
@@ -35,6 +36,7 @@ __all__ = [
     "decode_buckets",
     "is_slot_dtype",
     "merge_options",
+    "optimize_buckets",
     "prefill_buckets",
     "read_argument",
     "resolve",
@@ -128,7 +130,8 @@ class ConfigIssue:
         Errors: `json-syntax`, `toml-syntax`, `not-utf8`, `unknown-file-type`, `wrong-type`, `out-of-range`,
         `empty-list`, `unknown-backend`, `backend-not-allowed`, `unknown-compiler`, `unknown-key`, `unknown-phase`,
         `repeated-key`, `sizes-disagree`, `unknown-option`, `options-disagree`, `rule-forbids`, `repeated-rule`; for
-        buckets also `no-maximum`, `no-bytes`, `unknown-preset`. Warnings: `compiler-unused`, `rule-outweighed`.
+        buckets also `no-maximum`, `no-bytes`, `unknown-preset`, `empty-histogram`, `too-many-sizes`,
+        `limit-below-alignment`, `budget-too-small`. Warnings: `compiler-unused`, `rule-outweighed`.
         """
 
     @property
@@ -589,6 +592,93 @@ def prefill_buckets(
         ConfigError: with everything that is wrong in `issues`; nothing that says how large is `no-maximum`.
     """
 
+@final
+class OptimizedBuckets:
+    """The list of sizes that pads the least for traffic that was seen, and what that traffic comes to with it.
+
+    Frozen, and equal where list and traffic are. `str()` says it in a few lines; `sizes` goes into a configuration's
+    `bs`.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes to capture, ascending."""
+
+    @property
+    def steps(self) -> int:
+        """The steps that have a bucket."""
+
+    @property
+    def eager_steps(self) -> int:
+        """The steps above the largest size: they run eager, and count for nothing else here."""
+
+    @property
+    def raw_rows(self) -> int:
+        """Real rows in the steps that have a bucket: requests in decode, tokens in prefill."""
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that are computed for nothing in these steps."""
+
+    @property
+    def waste(self) -> float:
+        """The share of computed rows that is padding."""
+
+    @property
+    def total_bytes(self) -> int | None:
+        """The bytes of all graphs together; None where those of each were not given."""
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """The padded rows of the best list of 1, 2, 3, ... graphs, without regard to bytes.
+
+        It ends where nothing is padded any more, or at `max_graphs`, or at 64 where that is more.
+        """
+
+    def padded_rows_with(self, bs: Sequence[SupportsIndex]) -> int:
+        """The padded rows of the same steps with another list; steps above its largest size are left out.
+
+        Raises:
+            ConfigError: with everything that is wrong in `issues`.
+        """
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+def optimize_buckets(
+    histogram: Mapping[int, SupportsIndex],
+    max_graphs: SupportsIndex | None = None,
+    bytes: SupportsIndex | None = None,
+    *,
+    bytes_per_size: SupportsIndex | Mapping[int, SupportsIndex] | Callable[[int], SupportsIndex] | None = None,
+    maximum: SupportsIndex | None = None,
+    alignment: SupportsIndex | None = 1,
+    limit: SupportsIndex | None = None,
+) -> OptimizedBuckets:
+    """The list of sizes that pads the least for the steps of each live size: no list of as many graphs pads less.
+
+    Exact, in a few hundredths of a second for 2,000 sizes. Where the bytes of graphs differ and the budget of bytes is
+    what binds, it is exact as well, and takes seconds for as many sizes; an `alignment` makes them fewer.
+
+    Args:
+        histogram: the steps of each live size, as `StepMetrics.histogram` and `read_histogram` have them.
+        max_graphs: how many sizes there may be; without it, as many as padding asks for.
+        bytes: how many bytes the graphs may take together. What they share, such as the largest one's activations in a
+            common graph memory pool, does not depend on the list: take it off first.
+        bytes_per_size: the bytes of one graph, as `Buckets` takes them: a number where each costs the same (a full
+            graph's executable), a function such as `lambda size: per_graph + per_row * size` where it also holds
+            tensors of its own (`breakable`, `tc_piecewise`), or a table of what was measured. They must not fall as
+            the size grows, else a list with other sizes than those seen could be better.
+        maximum: the largest size, which is always in the list, rounded up to the alignment; without it the limit, and
+            without that the largest size seen.
+        alignment: what every size must be a multiple of.
+        limit: the largest size that the engine can run.
+
+    Raises:
+        ConfigError: with everything that is wrong in `issues`: `empty-histogram`, `no-bytes`, `budget-too-small` where
+            the largest size does not even fit alone, `limit-below-alignment`, and `too-many-sizes` for what cannot be
+            solved in memory.
+    """
+
 LARGE_PAD_BYTES: Final[int]
 """The bytes below which padding is copied from a constant rather than written by a call of its own."""
 
@@ -971,6 +1061,8 @@ class PoolLedger:
         """
     def leave(self, user: int, /) -> int | None:
         """Removes a user, and returns its memory where that has no other. An unknown user is nobody's last."""
+    def owners(self, memory: int, /) -> list[str]:
+        """The owners of a memory's users, in the order in which they came; none where there is no such memory."""
     @property
     def total_bytes(self) -> int:
         """Bytes of all memories."""

@@ -141,6 +141,16 @@ class InputBufferPool:
                     self._leave(user)
                     raise
 
+    def users(self, buffer: torch.Tensor) -> tuple[str, ...]:
+        """Who uses the memory that a buffer is on, the buffer's own user among them, in the order in which they came.
+
+        Empty where the memory is not the pool's. Does not synchronise.
+        """
+        with self._lock:
+            here = _memory(buffer)
+            found = next((memory for memory, held in self._memories.items() if _is_same(held, here)), None)
+            return () if found is None else tuple(self._ledger.owners(found))
+
     def _leave_with(self, owner: object, user: int) -> None:
         weakref.finalize(owner, self._leave, user).atexit = False
 

@@ -130,7 +130,7 @@ class Proofs:
         if after is not None:
             after()
         runner._prepare_metadata(static, key)
-        runner._launch(static, key)
+        runner._launch(runner.graphs[key], static)
         runner.backend.graph_pool.overwrite()  # type: ignore[union-attr]
         size = runner._live_size(step.bs, step.num_tokens)
         return self._result(runner.graphs[key].trim(int(size), clone=False))

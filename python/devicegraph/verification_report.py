@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from devicegraph.errors import ReplayError
-from devicegraph.report import plain_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +52,7 @@ class VerifyFinding:
         """The finding as plain values."""
         return {
             "proof": self.proof,
-            "key": plain_key(self.key),
+            "key": self.key.to_dict(),
             "batch": self.batch,
             "slots": list(self.slots),
             "place": self.place,
@@ -112,9 +111,9 @@ class VerifyReport:
         return {
             "phase": self.phase,
             "ok": bool(self),
-            "verified": [plain_key(key) for key in self.verified],
-            "padded": [plain_key(key) for key in self.padded],
-            "missed": [plain_key(key) for key in self.missed],
+            "verified": [key.to_dict() for key in self.verified],
+            "padded": [key.to_dict() for key in self.padded],
+            "missed": [key.to_dict() for key in self.missed],
             "findings": [finding.to_dict() for finding in self.findings],
             "skipped": [{"batch": each.batch, "code": each.code} for each in self.skipped],
             "poisons": {name: list(pair) for name, pair in self.poisons.items()},

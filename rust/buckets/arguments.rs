@@ -46,8 +46,11 @@ pub(super) struct Checked {
     bytes: Option<BytesPerSize>,
 }
 
-enum BytesPerSize {
+/// The bytes of one graph.
+pub(crate) enum BytesPerSize {
+    /// The same for each.
     Same(u64),
+    /// By size, unchecked.
     Each(Vec<(String, Value)>),
 }
 
@@ -82,43 +85,45 @@ impl Arguments {
             checker.report("alignment", &self.alignment, Problem::StepTooLarge { step });
         }
         let max_graphs = checker.size("max_graphs", &self.max_graphs);
-        let max_bytes = checker.bytes("max_bytes", &self.max_bytes);
-        let bytes = self.bytes_per_size(&mut checker);
+        let max_bytes = checker.count("max_bytes", &self.max_bytes);
+        let bytes = BytesPerSize::check(&mut checker, &self.bytes_per_size, ("max_bytes", &self.max_bytes));
         let preset = checker.word("preset", &PRESETS, &self.preset, Problem::UnknownPreset);
         let rules = Rules { padding, alignment: alignment.unwrap_or(1), limit, max_graphs, max_bytes };
         let maximum = maximum.or(limit).unwrap_or_default();
         let dense = preset == Some(PRESETS[1]);
         Ok(checker.finish(Checked { maximum, bs, num_tokens_per_bs, dense, rules, bytes })?)
     }
+}
 
-    fn bytes_per_size(&self, checker: &mut Checker) -> Option<BytesPerSize> {
+impl BytesPerSize {
+    /// `budget` is the argument, by name and value, that needs the bytes to be given.
+    pub(crate) fn check(checker: &mut Checker, given: &Value, budget: (&str, &Value)) -> Option<Self> {
         let path = "bytes_per_size";
-        match &self.bytes_per_size {
-            Value::Null if self.max_bytes != Value::Null => {
-                checker.report("max_bytes", &self.max_bytes, Problem::NoBytesPerSize);
+        match given {
+            Value::Null if *budget.1 != Value::Null => {
+                checker.report(budget.0, budget.1, Problem::NoBytesPerSize);
                 None
             }
             Value::Null => None,
-            Value::Object(table) => Some(BytesPerSize::Each(table.clone())),
-            Value::Int(_) => checker.bytes(path, &self.bytes_per_size).map(BytesPerSize::Same),
+            Value::Object(table) => Some(Self::Each(table.clone())),
+            Value::Int(_) => checker.count(path, given).map(Self::Same),
             other => {
                 checker.report(path, other, Problem::WrongType(Expected::BytesPerSize));
                 None
             }
         }
     }
-}
 
-impl BytesPerSize {
-    fn of(&self, checker: &mut Checker, size: u32) -> u64 {
+    /// The bytes of the graph of a size.
+    pub(crate) fn of(&self, checker: &mut Checker, size: u32) -> u64 {
         let (path, name) = (format!("bytes_per_size[{size}]"), size.to_string());
         match self {
             Self::Same(bytes) => return *bytes,
             Self::Each(table) => match table.iter().find(|(entry, _)| *entry == name) {
                 None => checker.report(&path, &Value::Null, Problem::NoBytesOfSize),
                 Some((_, value)) => {
-                    checker.given(&path, value, Expected::Bytes);
-                    return checker.bytes(&path, value).unwrap_or_default();
+                    checker.given(&path, value, Expected::Count);
+                    return checker.count(&path, value).unwrap_or_default();
                 }
             },
         }

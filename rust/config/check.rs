@@ -188,14 +188,14 @@ impl Checker {
     }
 
     /// A number of bytes; null is none.
-    pub(crate) fn bytes(&mut self, path: &str, value: &Value) -> Option<u64> {
+    pub(crate) fn count(&mut self, path: &str, value: &Value) -> Option<u64> {
         let problem = match value {
             Value::Null => return None,
             Value::Int(number) => match u64::try_from(*number) {
                 Ok(bytes) => return Some(bytes),
-                Err(_) => Problem::NegativeBytes,
+                Err(_) => Problem::NegativeCount,
             },
-            _ => Problem::WrongType(Expected::Bytes),
+            _ => Problem::WrongType(Expected::Count),
         };
         self.report(path, value, problem);
         None

@@ -33,10 +33,11 @@ impl fmt::Display for Expected {
             Self::Object(keys) => write!(f, "an object with the keys {}", listed(keys, "and")),
             Self::Text => f.write_str("text with words in it"),
             Self::Words => f.write_str("a list of at least one backend"),
-            Self::Bytes => f.write_str("an integer of at least 0"),
+            Self::Count => f.write_str("an integer of at least 0"),
             Self::BytesPerSize => {
                 f.write_str("an integer, a mapping from sizes to integers, or a function of the size")
             }
+            Self::Histogram => f.write_str("a mapping from live sizes to numbers of steps"),
             Self::State => f.write_str("the state of a configuration, as pickle keeps it"),
         }
     }
@@ -60,7 +61,7 @@ impl Issue {
             Problem::NotUtf8 { .. } => "not-utf8",
             Problem::UnknownFileType => "unknown-file-type",
             Problem::WrongType(_) => "wrong-type",
-            Problem::OutOfRange | Problem::StepTooLarge { .. } | Problem::NegativeBytes => "out-of-range",
+            Problem::OutOfRange | Problem::StepTooLarge { .. } | Problem::NegativeCount => "out-of-range",
             Problem::EmptyList => "empty-list",
             Problem::UnknownBackend { .. } => "unknown-backend",
             Problem::BackendNotAllowed { .. } => "backend-not-allowed",
@@ -78,6 +79,10 @@ impl Issue {
             Problem::NoMaximum { .. } => "no-maximum",
             Problem::NoBytesPerSize | Problem::NoBytesOfSize => "no-bytes",
             Problem::UnknownPreset => "unknown-preset",
+            Problem::LimitBelowAlignment { .. } => "limit-below-alignment",
+            Problem::NoSteps => "empty-histogram",
+            Problem::TooManySizes { .. } => "too-many-sizes",
+            Problem::BudgetTooSmall { .. } => "budget-too-small",
         }
     }
 
@@ -128,8 +133,18 @@ impl Issue {
             Problem::NoMaximum { .. } => "nothing says how large the largest bucket is".into(),
             Problem::NoBytesPerSize => "nothing says how many bytes a graph takes".into(),
             Problem::NoBytesOfSize => "nothing says how many bytes the graph of this size takes".into(),
-            Problem::NegativeBytes => format!("{value} is not {}", Expected::Bytes),
+            Problem::NegativeCount => format!("{value} is not {}", Expected::Count),
             Problem::UnknownPreset => format!("{value} is not {}", one_of(&PRESETS)),
+            Problem::LimitBelowAlignment { alignment } => {
+                format!("no multiple of the alignment {alignment} is within {value}")
+            }
+            Problem::NoSteps => format!("{value} counts no step"),
+            Problem::TooManySizes { sizes, graphs } => {
+                format!("lists of up to {graphs} of {sizes} sizes are too many to choose from in memory")
+            }
+            Problem::BudgetTooSmall { size, bytes } => {
+                format!("{value} is less than the graph of the largest size, {size}, takes: {bytes}")
+            }
             Problem::StepTooLarge { step } => {
                 format!("every size would have to be a multiple of {step}, and the largest is {LARGEST_SIZE}")
             }
@@ -146,7 +161,7 @@ impl Issue {
             Problem::UnknownCompiler => Some(one_of(&COMPILERS)),
             Problem::UnknownKey { known } => Some(one_of(known)),
             Problem::UnknownPhase => Some(one_of(&PHASES)),
-            Problem::NegativeBytes => Some(Expected::Bytes.to_string()),
+            Problem::NegativeCount => Some(Expected::Count.to_string()),
             Problem::UnknownPreset => Some(one_of(&PRESETS)),
             Problem::UnknownFileType => Some("a name that ends in `.json` or `.toml`".into()),
             Problem::SizesDisagree { largest } => Some(largest.to_string()),
@@ -192,6 +207,8 @@ impl Issue {
             (Problem::RepeatedRule, _) => Some("give each rule of a phase a name of its own".into()),
             (Problem::NoMaximum { argument }, _) => Some(format!("give `{argument}`, `bs` or `limit`")),
             (Problem::NoBytesPerSize, _) => Some("give `bytes_per_size`".into()),
+            (Problem::TooManySizes { .. }, _) => Some("ask for fewer graphs, or set an `alignment`".into()),
+            (Problem::BudgetTooSmall { .. }, _) => Some("lower `maximum`, or leave the graphs more memory".into()),
             (Problem::UnknownPreset, _) => self.did_you_mean(&PRESETS),
             _ => None,
         }

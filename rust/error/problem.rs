@@ -99,14 +99,35 @@ pub enum Problem {
     NoBytesPerSize,
     /// A table of bytes without one of the sizes.
     NoBytesOfSize,
-    /// A number of bytes below zero.
-    NegativeBytes,
+    /// A number of bytes, or of steps, below zero.
+    NegativeCount,
     /// A word that no default list has as a name.
     UnknownPreset,
     /// Two alignments whose common multiple is above every size.
     StepTooLarge {
         /// That multiple.
         step: u64,
+    },
+    /// A limit with no multiple of the alignment within it.
+    LimitBelowAlignment {
+        /// That alignment.
+        alignment: u32,
+    },
+    /// A histogram that counts nothing.
+    NoSteps,
+    /// More sizes than a list of so many graphs can be chosen from.
+    TooManySizes {
+        /// The sizes.
+        sizes: usize,
+        /// The graphs.
+        graphs: usize,
+    },
+    /// A budget of bytes below what the largest graph takes.
+    BudgetTooSmall {
+        /// The largest size.
+        size: u32,
+        /// What its graph takes.
+        bytes: u64,
     },
 }
 
@@ -131,8 +152,10 @@ pub enum Expected {
     Words,
     /// What pickle keeps of a configuration.
     State,
-    /// A number of bytes.
-    Bytes,
+    /// A number of bytes, or of steps.
+    Count,
     /// The bytes of a graph, by size.
     BytesPerSize,
+    /// The steps of each live size.
+    Histogram,
 }

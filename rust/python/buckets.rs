@@ -39,11 +39,26 @@ impl PyDroppedBucket {
     }
 }
 
-fn given(object: Option<Bound<'_, PyAny>>) -> PyResult<Value> {
+pub(super) fn given(object: Option<Bound<'_, PyAny>>) -> PyResult<Value> {
     object.map_or(Ok(Value::Null), |object| to_value(&object))
 }
 
-type Given<'py> = Option<Bound<'py, PyAny>>;
+pub(super) type Given<'py> = Option<Bound<'py, PyAny>>;
+
+/// The bytes of each size as a document; a function of the size is asked about `sizes`. Where there are none for something
+/// is wrong, an empty table: what is wrong is reported later, together with what is wrong with the budget.
+pub(super) fn bytes_of_sizes(
+    bytes_per_size: Given<'_>,
+    sizes: impl FnOnce() -> Result<Vec<u32>, ConfigError>,
+) -> PyResult<Value> {
+    match bytes_per_size {
+        Some(function) if function.is_callable() => {
+            let bytes = |size: u32| Ok((size.to_string(), to_value(&function.call1((size,))?)?));
+            sizes().unwrap_or_default().into_iter().map(bytes).collect::<PyResult<_>>().map(Value::Object)
+        }
+        other => given(other),
+    }
+}
 
 /// Makes buckets with the bytes of each size; a function of the size is asked about the sizes that there are without a
 /// budget of bytes.
@@ -52,21 +67,8 @@ fn weighed(
     arguments: Arguments,
     make: impl Fn(&Arguments) -> Result<Buckets, ConfigError>,
 ) -> PyResult<PyBuckets> {
-    let bytes_per_size = match bytes_per_size {
-        Some(function) if function.is_callable() => {
-            let bytes_per_size = Value::Object(Vec::new());
-            let unweighed = make(&Arguments { max_bytes: Value::Null, ..arguments.clone() });
-            match unweighed {
-                // What is wrong is reported below, together with what is wrong with the budget.
-                Err(_) => bytes_per_size,
-                Ok(buckets) => {
-                    let bytes = |size: &u32| Ok((size.to_string(), to_value(&function.call1((*size,))?)?));
-                    Value::Object(buckets.sizes().iter().map(bytes).collect::<PyResult<_>>()?)
-                }
-            }
-        }
-        other => given(other)?,
-    };
+    let unweighed = || make(&Arguments { max_bytes: Value::Null, ..arguments.clone() });
+    let bytes_per_size = bytes_of_sizes(bytes_per_size, || Ok(unweighed()?.sizes().to_vec()))?;
     Ok(PyBuckets(make(&Arguments { bytes_per_size, ..arguments })?))
 }
 

@@ -6,6 +6,7 @@ mod config;
 mod error;
 mod explain;
 mod fill;
+mod optimize;
 mod options;
 mod phase;
 mod plan;
@@ -32,6 +33,8 @@ mod _core {
     use super::explain::PyExplanation;
     #[pymodule_export]
     use super::fill::{FillKernel, FillNode, FillTable, FillTables, HostRing, update_executable};
+    #[pymodule_export]
+    use super::optimize::{PyOptimizedBuckets, optimize_buckets};
     #[pymodule_export]
     use super::options::{PyConfigOption, merge_options, read_argument};
     #[pymodule_export]

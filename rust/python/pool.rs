@@ -52,6 +52,12 @@ impl PoolLedger {
         self.lock().leave(user)
     }
 
+    /// Who uses a memory.
+    #[pyo3(signature = (memory, /))]
+    fn owners(&self, memory: u64) -> Vec<String> {
+        self.lock().owners(memory)
+    }
+
     /// Bytes of all memories.
     #[getter]
     fn total_bytes(&self) -> usize {

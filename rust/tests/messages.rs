@@ -38,9 +38,13 @@ fn number(problem: &Problem) -> usize {
         Problem::NoMaximum { .. } => 31,
         Problem::NoBytesPerSize => 32,
         Problem::NoBytesOfSize => 33,
-        Problem::NegativeBytes => 34,
+        Problem::NegativeCount => 34,
         Problem::UnknownPreset => 35,
         Problem::StepTooLarge { .. } => 36,
+        Problem::LimitBelowAlignment { .. } => 38,
+        Problem::NoSteps => 39,
+        Problem::TooManySizes { .. } => 40,
+        Problem::BudgetTooSmall { .. } => 41,
     }
 }
 
@@ -54,9 +58,10 @@ fn number_of_type(expected: &Expected) -> usize {
         Expected::Text => 5,
         Expected::Words => 6,
         Expected::State => 7,
-        Expected::Bytes => 8,
+        Expected::Count => 8,
         Expected::BytesPerSize => 9,
         Expected::Integer => 10,
+        Expected::Histogram => 33,
     }
 }
 
@@ -91,7 +96,7 @@ fn samples() -> Vec<Issue> {
         ("reason", text(""), Problem::WrongType(Expected::Text)),
         ("backends", Value::List(vec![]), Problem::WrongType(Expected::Words)),
         ("", Value::Null, Problem::WrongType(Expected::State)),
-        ("max_bytes", Value::Float(1.5), Problem::WrongType(Expected::Bytes)),
+        ("max_bytes", Value::Float(1.5), Problem::WrongType(Expected::Count)),
         ("bytes_per_size", text("1 GiB"), Problem::WrongType(Expected::BytesPerSize)),
         ("decode.bs[2]", Value::Int(0), Problem::OutOfRange),
         ("decode.bs", Value::List(vec![]), Problem::EmptyList),
@@ -117,9 +122,14 @@ fn samples() -> Vec<Issue> {
         ("max_bs", Value::Null, Problem::NoMaximum { argument: "max_bs" }),
         ("max_bytes", Value::Int(1 << 30), Problem::NoBytesPerSize),
         ("bytes_per_size[24]", Value::Null, Problem::NoBytesOfSize),
-        ("max_bytes", Value::Int(-1), Problem::NegativeBytes),
+        ("max_bytes", Value::Int(-1), Problem::NegativeCount),
         ("preset", text("dens"), Problem::UnknownPreset),
         ("alignment", Value::Int(48), Problem::StepTooLarge { step: 1 << 30 }),
+        ("histogram", Value::List(vec![]), Problem::WrongType(Expected::Histogram)),
+        ("limit", Value::Int(6), Problem::LimitBelowAlignment { alignment: 8 }),
+        ("histogram", Value::Object(vec![]), Problem::NoSteps),
+        ("histogram", Value::Null, Problem::TooManySizes { sizes: 100_000, graphs: 5000 }),
+        ("bytes", Value::Int(5), Problem::BudgetTooSmall { size: 64, bytes: 7 << 20 }),
     ];
     let issue = |(path, value, problem): (&str, Value, Problem)| Issue {
         path: path.into(),
@@ -143,7 +153,7 @@ fn reasons() -> [(u32, Reason); 5] {
 #[test]
 fn there_is_a_sample_of_every_problem() {
     let numbers: BTreeSet<usize> = samples().iter().map(|issue| number(&issue.problem)).collect();
-    assert_eq!(numbers, (0..37).collect());
+    assert_eq!(numbers, (0..42).collect());
     // The same for the reasons why a size is dropped.
     let kinds: BTreeSet<u8> = reasons()
         .iter()
@@ -257,6 +267,14 @@ fn every_sentence_reads_as_in_this_table() {
       hint: did you mean `dense`?
       allowed: one of `default` or `dense`
     alignment: every size would have to be a multiple of 1073741824, and the largest is 1048576 [out-of-range]
+    histogram: `[]` is a list, not a mapping from live sizes to numbers of steps [wrong-type]
+      allowed: a mapping from live sizes to numbers of steps
+    limit: no multiple of the alignment 8 is within `6` [limit-below-alignment]
+    histogram: `{}` counts no step [empty-histogram]
+    histogram: lists of up to 5000 of 100000 sizes are too many to choose from in memory [too-many-sizes]
+      hint: ask for fewer graphs, or set an `alignment`
+    bytes: `5` is less than the graph of the largest size, 64, takes: 7340032 [budget-too-small]
+      hint: lower `maximum`, or leave the graphs more memory
     500 is not a multiple of the alignment 8 [bucket-not-aligned]
       hint: use 496 or 504
     3 is not a multiple of the alignment 8 [bucket-not-aligned]

@@ -74,9 +74,12 @@ fn a_memory_is_forgotten_with_its_last_user() {
     };
     let (first, second) = (join(&mut ledger), join(&mut ledger));
     assert_eq!((first.fresh, second.fresh, first.entry), (true, false, second.entry));
+    assert_eq!(ledger.owners(first.entry), ["decode", "decode"]);
     assert_eq!(ledger.leave(first.user), None);
+    assert_eq!(ledger.owners(first.entry), ["decode"]);
     assert_eq!(ledger.leave(first.user), None, "leaving twice is harmless");
     assert_eq!(ledger.leave(second.user), Some(second.entry));
+    assert!(ledger.owners(second.entry).is_empty());
     assert!(ledger.is_empty());
     let third = join(&mut ledger);
     assert!(third.fresh && third.entry != first.entry, "a number is never used again");

@@ -203,3 +203,32 @@ def test_a_runner_made_and_captured_in_inference_mode_serves_outside_of_it_and_t
             batch = engine.batch([3, 5, 2])
             assert torch.equal(runner.run(batch), eager(engine, batch))
         runner.close()
+
+
+def test_ranges_of_nvtx_change_no_result_and_name_each_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    push = torch.cuda.nvtx.range_push
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (opened.append(name), push(name))[1])
+    engine = ToyEngine("cuda", max_bs=4)
+    with runner_for(engine, bs=[4], nvtx=True) as runner:
+        runner.capture()
+        batch = engine.batch([3, 5])
+        want = eager(engine, batch)
+        opened.clear()
+        assert torch.equal(runner.run(batch), want)
+    assert opened == [f"devicegraph decode, bucket 4: {part}" for part in ("fill", "prepare", "replay")]
+
+
+def test_an_estimate_gives_back_what_it_captured_and_comes_near_the_capture() -> None:
+    engine = ToyEngine("cuda", max_bs=64)
+    with runner_for(engine) as runner:
+        runner.estimate_capture()  # libraries take their workspaces in the first one
+        before = runner.adapter.memory()
+        estimate = runner.estimate_capture()
+        assert runner.adapter.memory().reserved <= before.reserved
+        report = runner.capture()
+        assert report.estimate is estimate
+        assert estimate.graphs == len(report.captured)
+        assert estimate.device_bytes is not None
+        # Segments of the allocator are 2 MiB: a graph takes none or one of them.
+        assert abs(estimate.reserved_bytes - report.reserved_bytes) <= 2 * len(report.captured) << 20

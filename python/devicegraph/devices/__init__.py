@@ -109,7 +109,9 @@ class DeviceGraph(Protocol):
 class Replayed(Protocol):
     """A graph that counts its replays."""
 
-    replays: int
+    @property
+    def replays(self) -> int:
+        """Replays so far."""
 
 
 class GraphMemoryPool:
@@ -386,6 +388,10 @@ class DeviceAdapter(ABC):
 
     def empty_cache(self) -> None:  # noqa: B027 - a device without a caching allocator has nothing to do
         """Gives memory that the allocator holds for nobody back to the device."""
+
+    def profiler_ranges(self) -> tuple[Callable[[str], object], Callable[[], object]] | None:
+        """What opens a named range for a profiler in this thread, and what closes it; None where there are none."""
+        return None
 
     def declare_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:  # noqa: B027 - most devices see it
         """Says that `tensor` is host memory, where the device could not tell by itself."""

@@ -236,6 +236,10 @@ class CudaDevice(DeviceAdapter):
         with torch.cuda.device(self.device):
             return torch.cuda.Event()
 
+    def profiler_ranges(self) -> tuple[Callable[[str], object], Callable[[], object]]:
+        """NVTX ranges; on HIP, torch maps them to those of ROCm."""
+        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+
     def synchronize(self) -> None:
         """Waits for everything launched on the device."""
         torch.cuda.synchronize(self.device)

@@ -52,13 +52,17 @@ class BaseCudaGraphRunner(CapturingRunner):
             `verify_batches()`, or else on idle batches, which show less.
         output_axes: where the rows of each tensor of the output are; by default inferred from two sizes.
         graph_pool: the graph memory pool; by default the one that all runners of the device share.
-        progress: called with a `CaptureProgress` for each graph; by default a bar on rank 0 of a terminal.
+        progress: called with a `CaptureProgress` for each graph; by default, on rank 0, a bar in a terminal and log
+            records elsewhere. `json_progress()` writes lines for programs.
+        nvtx: mark the fill, the preparation and the replay of each step as NVTX ranges, named by phase and graph, for a
+            profiler. Costs nothing where it is off.
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
             (`wrong-type`), an engine that lacks something (`engine-incomplete`), or a registry that does not fit it
             (`registry-device`, `registry-too-small`).
-        BackendError: the device or the backend is not available here.
+        BackendError: the device or the backend is not available here; `nvtx-not-available` where the device has no such
+            ranges.
     """
 
     # What a phase says of itself, beside how it captures.
@@ -108,7 +112,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         with torch.no_grad(), unchanged_on_failure(forward_batch):
             self._prepare_metadata(forward_batch, None)
             output = self._run_forward(forward_batch, None)
-        self._eager_steps[decision.code] = self._eager_steps.get(decision.code, 0) + 1
+        self._eager_steps.count(decision.code, self._live_size(bs, num_tokens))
         return output
 
     def replay(self, forward_batch: Any, decision: Decision | None = None) -> Any:
@@ -277,13 +281,16 @@ class BaseCudaGraphRunner(CapturingRunner):
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch
         )
 
-    def _launch(self, static_batch: Any, key: ShapeKey) -> None:
-        """Replays a graph by its backend, which may look at the batch, and may run Python on it in between."""
-        backend = self.backend
-        self._replaying = static_batch
+    def _launch(self, graph: CapturedGraph, static_batch: Any) -> None:
+        """Replays a graph; where its backend looks at the batch, or runs Python on it in between, by that."""
+        launch, backend = graph.launch, self.backend
         try:
-            with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
-                backend.replay(key, static_batch)  # type: ignore[union-attr]
+            if launch is not None:
+                launch()
+            else:
+                self._replaying = static_batch
+                with batch_in_use(static_batch), backend.replay_session():  # type: ignore[union-attr]
+                    backend.replay(graph.key, static_batch)  # type: ignore[union-attr]
         except BaseException:
             backend.graph_pool.overwrite()  # type: ignore[union-attr]
             raise
@@ -292,25 +299,17 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
         graph = self.graphs[key]
-        launch, node = graph.launch, graph.node
+        node = graph.node
         self._fill(forward_batch, key, bs, num_tokens, node)
         static_batch = None
-        if launch is None or self._prepares:
+        if graph.launch is None or self._prepares:
             static_batch = self._shown(forward_batch, key, bs)
             self._prepare_metadata(static_batch, key)
-        if launch is None:
-            self._launch(static_batch, key)
-        else:
-            try:
-                launch()
-            except BaseException:
-                self.backend.graph_pool.overwrite()  # type: ignore[union-attr]
-                raise
-            if node is not None:
-                node.launched()
+        self._launch(graph, static_batch)
+        if node is not None:
+            node.launched()
         size = self._live_size(bs, num_tokens)
-        graph.replays += 1
-        graph.raw_rows += size  # type: ignore[operator]
+        graph.count(size)  # type: ignore[arg-type]
         output = graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
         return output if not self.debug_outputs or self.clone_outputs else self._lend(output, graph)
 
@@ -338,12 +337,17 @@ class BaseCudaGraphRunner(CapturingRunner):
     # Counts and life cycle.
 
     def metrics(self) -> StepMetrics:
-        """The counts since the last capture, and of eager steps since the runner was made."""
-        replays = {graph.key: graph.replays for graph in self.graphs.values() if graph.replays}
-        raw_rows = sum(graph.raw_rows for graph in self.graphs.values())
-        computed = sum(key.size * count for key, count in replays.items())
-        recompiles = 0 if self.backend is None else self.backend.traces - self._traces
-        return StepMetrics(replays, dict(self._eager_steps), raw_rows, computed - raw_rows, recompiles)
+        """The counts since the last capture, and of eager steps since the runner was made.
+
+        May be called from another thread, while steps run. Does not synchronise.
+        """
+        return StepMetrics.of(
+            {graph.key: graph.counts for graph in list(self.graphs.values())},
+            self._eager_steps,
+            recompiles=0 if self.backend is None else self.backend.traces - self._traces,
+            phase=self.phase,
+            mode=getattr(self, "mode", None),
+        )
 
     def pause(self) -> None:
         """Waits for the work in flight and refuses steps until `resume()`; graphs and addresses stay.

@@ -12,7 +12,7 @@ from devicegraph.report import CapturedBucket, DroppedCapture
 from devicegraph.runners.progress import CaptureProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from devicegraph.outputs import RowAxis
     from devicegraph.runners.capturing import CapturingRunner
@@ -26,7 +26,7 @@ _DROPPED: Final = ("out-of-memory", "out-of-graph-resources")
 
 
 def capture_shapes(
-    runner: CapturingRunner, keys: Sequence[ShapeKey]
+    runner: CapturingRunner, keys: Sequence[ShapeKey], progress: Callable[[CaptureProgress], None]
 ) -> tuple[tuple[CapturedBucket, ...], tuple[DroppedCapture, ...]]:
     """Captures the graphs of `keys` in order, inside the backend's session; what was captured, and what was dropped.
 
@@ -46,7 +46,7 @@ def capture_shapes(
         else:
             runner.drop_graph(key)
             dropped.append(DroppedCapture(key, problem))
-        runner.progress(CaptureProgress(runner.phase, key, done, len(keys), seconds, after.free))
+        progress(CaptureProgress(runner.phase, key, done, len(keys), seconds, after.free))
     for label in runner.hooks.variants:
         find_rows(runner, label, {key.size: found for key, found in shapes.items() if key.variant_label == label})
     return tuple(captured), tuple(dropped)

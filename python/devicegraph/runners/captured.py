@@ -26,10 +26,9 @@ class CapturedGraph:
         decision: the decision for this graph, made once.
         exposed: the plain slots that the captured batch exposed, as the registry's mask.
         axes: where the rows of each tensor of the output are; set once all sizes are captured.
-        replays: replays so far.
-        raw_rows: real rows in them.
         launch: what replays it where the backend has to be asked for nothing else; else None.
         node: the fill that it begins with; None where it is filled before.
+        counts: replays so far, by live size.
         is_dropped: whether the graph, and the memory of its output, is gone.
     """
 
@@ -40,14 +39,13 @@ class CapturedGraph:
         "_tensors",
         "_trimmed",
         "axes",
+        "counts",
         "decision",
         "exposed",
         "is_dropped",
         "key",
         "launch",
         "node",
-        "raw_rows",
-        "replays",
     )
 
     def __init__(
@@ -66,8 +64,7 @@ class CapturedGraph:
         self.decision = Decision("graph", key)
         self.exposed = exposed
         self.axes: Sequence[RowAxis | None] = ()
-        self.replays = 0
-        self.raw_rows = 0
+        self.counts: dict[int, int] = {}
         self.is_dropped = False
         self._pool = pool
         pool.follow(self)
@@ -84,6 +81,15 @@ class CapturedGraph:
 
     def __del__(self) -> None:
         self.drop()
+
+    def count(self, size: int) -> None:
+        """Counts a replay with so many live units."""
+        self.counts[size] = self.counts.get(size, 0) + 1
+
+    @property
+    def replays(self) -> int:
+        """Replays so far."""
+        return sum(self.counts.values())
 
     def trim(self, size: int, *, clone: bool) -> Any:
         """The output with the rows of `size` live units: views, or copies with `clone`."""

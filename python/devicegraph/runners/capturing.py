@@ -16,14 +16,17 @@ from devicegraph.config import CudaGraphConfig
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks, StaticBatch
 from devicegraph.errors import CaptureError, ConfigError, ReplayError
+from devicegraph.metrics import EagerSteps
 from devicegraph.outputs import RowAxis, shapes_of
+from devicegraph.pool import input_buffer_pool
 from devicegraph.registry import CudaGraphBufferRegistry
-from devicegraph.report import CaptureReport
+from devicegraph.report import CapturedBucket, CaptureEstimate, CaptureReport, DroppedCapture, InputBuffer
 from devicegraph.runners.capture import capture_shapes, find_rows
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 from devicegraph.runners.captured import CapturedGraph
 from devicegraph.runners.filling import choose_filling, no_node
-from devicegraph.runners.progress import show_progress
+from devicegraph.runners.progress import log_report, show_progress
+from devicegraph.runners.ranges import mark_steps
 from devicegraph.runners.shape_key import ShapeKey
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class CapturingRunner(ABC):
         output_axes: Sequence[RowAxis | None] | None = None,
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
+        nvtx: bool = False,
     ) -> None:
         check_choice("order", order, _ORDERS)
         check_choice("on_error", on_error, _ON_ERROR)
@@ -109,11 +113,14 @@ class CapturingRunner(ABC):
         self._traces = 0
         #: Whether the engine prepares metadata on the static batch of a step.
         self._prepares = self.hooks.prepare_metadata is not None or self.hooks.upgrade_metadata is not None
+        self._estimate: CaptureEstimate | None = None
         #: The static batch of the replay that runs now.
         self._replaying: Any = None
-        self._eager_steps: dict[str, int] = {}
+        self._eager_steps = EagerSteps()
         self._has_captured = False
         self._state: Literal["open", "paused", "closed"] = "open"
+        if nvtx:
+            mark_steps(self)
 
     # What a phase says of itself.
 
@@ -171,28 +178,14 @@ class CapturingRunner(ABC):
             return CaptureReport(self.phase, "disabled", note=note)
         self._drop_graphs()
         self._has_captured = True
-        sizes = sorted(self.buckets, reverse=self.order == "descending")
-        if not sizes:
+        keys = self._keys()
+        if not keys:
             return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
-        self.buffer_registry.reset_index_buffers()
         filling = choose_filling(self)
-        self.backend.fills = filling.executor == "node"
         traced = self.backend.traces
-        try:
-            with freeze_gc(), model_capture_mode(), torch.no_grad(), self.backend.capture_session():
-                if self.backend.wants_largest_output:
-                    for label in self.hooks.variants:
-                        self._size_outputs(max(sizes), label)
-                keys = [self._make_graph_key(size, label) for label in self.hooks.variants for size in sizes]
-                captured, dropped = capture_shapes(self, keys)
-            if self.verify_on_capture:
-                self._verify_capture()
-        except BaseException:
-            self._drop_graphs()
-            self._has_captured = False
-            raise
+        captured, dropped = self._capture_keys(keys, self.progress, verify=self.verify_on_capture)
         self._traces = self.backend.traces
-        return CaptureReport(
+        report = CaptureReport(
             self.phase,
             self.backend.name,
             captured,
@@ -201,7 +194,75 @@ class CapturingRunner(ABC):
             traces=self._traces - traced,
             executor=filling.executor,
             executor_reason=filling.reason,
+            estimate=self._estimate,
+            inputs=input_buffers(self.buffer_registry),
         )
+        log_report(report, self.hooks.rank)
+        return report
+
+    def estimate_capture(self) -> CaptureEstimate:
+        """What `capture()` is going to take, for an engine that shares out memory before. Waits for the device.
+
+        Captures the first graph, the second one and the last, measures them and drops them again; the method is that of
+        `CaptureEstimate`. The report of `capture()` shows how far off it was. Where ranks vote, each has to call it.
+
+        Raises:
+            CaptureError: as in `capture()`; `already-captured`; `estimate-failed` where one of the graphs does not fit
+                into memory.
+            ReplayError: the runner is closed.
+        """
+        self._check_open()
+        if self.graphs:
+            raise CaptureError(
+                f"{self.phase}: there are graphs already, which an estimate would drop",
+                code="already-captured",
+                hint="call `estimate_capture()` before `capture()`",
+                phase=self.phase,
+            )
+        keys = self._keys() if self.backend is not None else []
+        if not keys:
+            return CaptureEstimate(0, 0.0, 0, None, ())
+        samples = list(dict.fromkeys((*keys[:2], keys[-1])))
+        captured, dropped = self._capture_keys(samples, lambda event: None)
+        self._drop_graphs()
+        self._has_captured = False
+        self.adapter.empty_cache()
+        if dropped:
+            raise CaptureError(
+                f"{self.phase}: {dropped[0].key} was captured for an estimate, and dropped: {dropped[0].reason}",
+                code="estimate-failed",
+                hint="capture smaller buckets (`max_bs`, `bs`), or leave the graphs more memory",
+                phase=self.phase,
+                shape_key=dropped[0].key,
+            )
+        self._estimate = CaptureEstimate.of(captured, [key.size for key in keys])
+        return self._estimate
+
+    def _keys(self) -> list[ShapeKey]:
+        """Every graph to capture, in order."""
+        sizes = sorted(self.buckets, reverse=self.order == "descending")
+        return [self._make_graph_key(size, label) for label in self.hooks.variants for size in sizes]
+
+    def _capture_keys(
+        self, keys: list[ShapeKey], progress: Callable[[CaptureProgress], None], *, verify: bool = False
+    ) -> tuple[tuple[CapturedBucket, ...], tuple[DroppedCapture, ...]]:
+        backend = self.backend
+        assert backend is not None  # who captures has looked
+        backend.fills = choose_filling(self).executor == "node"
+        self.buffer_registry.reset_index_buffers()
+        try:
+            with freeze_gc(), model_capture_mode(), torch.no_grad(), backend.capture_session():
+                if backend.wants_largest_output:
+                    for label in self.hooks.variants:
+                        self._size_outputs(max(self.buckets), label)
+                done = capture_shapes(self, keys, progress)
+            if verify:
+                self._verify_capture()
+            return done
+        except BaseException:
+            self._drop_graphs()
+            self._has_captured = False
+            raise
 
     def capture_one_shape(self, size: int, *, variant_label: str | None = None) -> Any:
         """Captures one shape inside the backend's `capture_session`, and returns its output.
@@ -357,6 +418,18 @@ class CapturingRunner(ABC):
     def _check_open(self) -> None:
         if self._state == "closed":
             raise ReplayError(f"the {self.phase} runner is closed", code="closed", hint="make a new one")
+
+
+def input_buffers(registry: CudaGraphBufferRegistry) -> tuple[InputBuffer, ...]:
+    """The buffers of a registry, and who else uses the memory of each."""
+    found = []
+    for slot in registry.slots:
+        if slot.buffer is not None:
+            users = list(input_buffer_pool.users(slot.buffer))
+            if registry.label in users:
+                users.remove(registry.label)
+            found.append(InputBuffer(slot.name, slot.buffer.numel() * slot.buffer.itemsize, tuple(users)))
+    return tuple(found)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

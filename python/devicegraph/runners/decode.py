@@ -84,6 +84,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         output_axes: Sequence[RowAxis | None] | None = None,
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
+        nvtx: bool = False,
     ) -> None:
         check_choice("mode", mode, MODES)
         self.mode = mode
@@ -102,6 +103,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
             output_axes=output_axes,
             graph_pool=graph_pool,
             progress=progress,
+            nvtx=nvtx,
         )
 
     def _make_buckets(self) -> Buckets:

@@ -65,6 +65,7 @@ class PrefillCudaGraphRunner(BaseCudaGraphRunner):
         output_axes: Sequence[RowAxis | None] | None = None,
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
+        nvtx: bool = False,
     ) -> None:
         given: object = max_padding_factor
         if not isinstance(given, (int, float)) or isinstance(given, bool) or not given >= 1:
@@ -86,6 +87,7 @@ class PrefillCudaGraphRunner(BaseCudaGraphRunner):
             output_axes=output_axes,
             graph_pool=graph_pool,
             progress=progress,
+            nvtx=nvtx,
         )
 
     def _make_buckets(self) -> Buckets:

@@ -24,6 +24,10 @@ class ShapeKey(NamedTuple):
     variant_label: str | None = None
     attention_variant: str | None = None
 
+    def to_dict(self) -> dict[str, int | str]:
+        """What is set in the key, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
     def __str__(self) -> str:
         rest = ", ".join(
             f"{name}={value}" for name, value in zip(self._fields[1:], self[1:], strict=True) if value is not None
