@@ -211,6 +211,26 @@ def test_a_token_that_a_graph_decides_otherwise_fails_the_demo(
     assert "MISMATCH" in capsys.readouterr().out
 
 
+def test_the_demo_has_nothing_for_an_audit_to_find(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--audit", "--device", "cpu", "--model", str(tiny_checkpoint)]
+    assert run(*arguments) == 0
+    assert capsys.readouterr().out == "prefill: audit on cpu: nothing found\ndecode: audit on cpu: nothing found\n"
+    assert run(*arguments, "--prefill", "breakable", "--decode", "breakable", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["decode"] == {"ok": True, "device": "cpu", "findings": []}
+
+    def attend(self: DecodeBatch, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
+        return query[: int(self.seq_lens.max())]
+
+    monkeypatch.setattr(DecodeBatch, "attend", attend)
+    monkeypatch.setattr(LlamaEngine, "_check", lambda self: None)
+    assert run(*arguments) == 1
+    printed = capsys.readouterr().out
+    assert "prefill: audit on cpu: nothing found\n" in printed
+    assert "in `model.layers.2.self_attn`: host-read\n  `torch.Tensor.__int__` reads" in printed
+
+
 def refused(*arguments: str) -> dg.DeviceGraphError:
     with pytest.raises(dg.DeviceGraphError) as caught:
         run(*arguments)

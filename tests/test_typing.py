@@ -213,6 +213,21 @@ def test_a_strict_client_configures_phases_and_buckets() -> None:
     assert dg.prefill_buckets(bs=changed.prefill.bs).sizes == kept
 
 
+def test_a_strict_client_audits_a_forward() -> None:
+    model = torch.nn.Linear(4, 4)
+    table = torch.ones(4)
+
+    def forward(batch: NamedBatch) -> torch.Tensor:
+        output: torch.Tensor = model(batch.input_ids * table)
+        return output
+
+    report: dg.AuditReport = dg.audit(forward, NamedBatch(torch.ones(2, 4)), constants={"table": [table]}, device="cpu")
+    findings: tuple[dg.AuditFinding, ...] = report.findings
+    places = [(finding.module, finding.file, finding.line) for finding in findings]
+    assert (report.ok, places) == (True, [])
+    assert {finding.code for finding in findings} <= set(dg.AUDIT_CODES)
+
+
 def test_a_strict_client_reads_what_an_error_says() -> None:
     try:
         GraphSlot("ids", rows_of_tokens, torch.int64, pad_value=0.5)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from devicegraph.args import add_cuda_graph_args as add_cuda_graph_args
     from devicegraph.args import config_from_args as config_from_args
     from devicegraph.args import config_from_options as config_from_options
+    from devicegraph.auditing import AUDIT_CODES as AUDIT_CODES
+    from devicegraph.auditing import AuditFinding as AuditFinding
+    from devicegraph.auditing import AuditReport as AuditReport
+    from devicegraph.auditing import audit as audit
     from devicegraph.backends import BaseCudaGraphBackend as BaseCudaGraphBackend
     from devicegraph.backends import resolve_decode_backend as resolve_decode_backend
     from devicegraph.backends import resolve_prefill_backend as resolve_prefill_backend
@@ -115,6 +119,12 @@ _MODULES = {
         "add_cuda_graph_args",
         "config_from_args",
         "config_from_options",
+    ),
+    "auditing": (
+        "AUDIT_CODES",
+        "AuditFinding",
+        "AuditReport",
+        "audit",
     ),
     "backends": (
         "BaseCudaGraphBackend",

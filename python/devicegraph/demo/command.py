@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-prefill-tokens", type=_positive, default=128, help="of prompts in one step (default: %(default)s)"
     )
+    parser.add_argument("--audit", action="store_true", help="audit both forwards instead of serving")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-        0, or 1 where a graph decided a token that the eager forward does not.
+        0, or 1 where a graph decided a token that the eager forward does not, or an audit found something.
 
     Raises:
         DeviceGraphError: what the user gave cannot be used.
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     # torch is loaded here, not where the parser is built.
     import torch
 
-    from devicegraph.demo.serve import DemoOptions, run_demo
+    from devicegraph.demo.serve import DemoOptions, audit_demo, run_demo
 
     device = arguments.device
     if device is None:
@@ -79,6 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         max_requests=arguments.max_requests,
         max_prefill_tokens=arguments.max_prefill_tokens,
     )
+    if arguments.audit:
+        reports = audit_demo(options)
+        shown = json.dumps({name: report.to_dict() for name, report in reports.items()}, indent=2)
+        lines = [f"{name}: {report}" for name, report in reports.items()]
+        sys.stdout.write((shown if arguments.json else "\n".join(lines)) + "\n")
+        return 0 if all(report.ok for report in reports.values()) else 1
     result = run_demo(options)
     sys.stdout.write((json.dumps(to_dict(result), indent=2) if arguments.json else describe(result)) + "\n")
     return 0 if result.ok else 1

@@ -20,6 +20,7 @@ from devicegraph.runners.prefill import PrefillCudaGraphRunner
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from devicegraph.auditing import AuditReport
     from devicegraph.demo.checkpoint import Checkpoint
     from devicegraph.metrics import StepMetrics
     from devicegraph.report import CaptureReport
@@ -132,18 +133,25 @@ def run_demo(options: DemoOptions) -> DemoResult:
     return serve(load_checkpoint(options.model, device, ATTENTION), options)
 
 
+def audit_demo(options: DemoOptions) -> dict[str, AuditReport]:
+    """Loads a model and audits the forwards of both phases as they would be captured; see `run_demo`."""
+    register_attention()
+    checkpoint = load_checkpoint(options.model, get_device_adapter(options.device).device, ATTENTION)
+    requests = [_make_request(checkpoint, prompt) for prompt in options.prompts]
+    with torch.inference_mode():
+        engine = _make_engine(checkpoint, options, requests)
+        with (
+            PrefillCudaGraphRunner(engine.prefill, config=options.config) as prefill_runner,
+            DecodeCudaGraphRunner(engine.decode, config=options.config) as decode_runner,
+        ):
+            return {"prefill": prefill_runner.audit(), "decode": decode_runner.audit()}
+
+
 def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
     """Serves the prompts of `options` with a model that is loaded, on the device where it lies; see `run_demo`."""
     requests = [_make_request(checkpoint, prompt) for prompt in options.prompts]
-    max_requests = min(options.max_requests, len(requests))
     with torch.inference_mode():
-        engine = LlamaEngine(
-            checkpoint.model,
-            checkpoint.model.device,
-            max_requests=max_requests,
-            max_length=_max_length(checkpoint, requests, options.max_new_tokens),
-            max_prefill_tokens=options.max_prefill_tokens,
-        )
+        engine = _make_engine(checkpoint, options, requests)
         scheduler = Scheduler(
             requests,
             cache=engine.cache,
@@ -166,6 +174,16 @@ def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
                 prefill.finish(),
                 decode.finish(),
             )
+
+
+def _make_engine(checkpoint: Checkpoint, options: DemoOptions, requests: Sequence[Request]) -> LlamaEngine:
+    return LlamaEngine(
+        checkpoint.model,
+        checkpoint.model.device,
+        max_requests=min(options.max_requests, len(requests)),
+        max_length=_max_length(checkpoint, requests, options.max_new_tokens),
+        max_prefill_tokens=options.max_prefill_tokens,
+    )
 
 
 def _max_length(checkpoint: Checkpoint, requests: Sequence[Request], max_new_tokens: int) -> int:

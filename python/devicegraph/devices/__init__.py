@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from devicegraph._core import FillNode
+    from devicegraph.devices.tape_rules import HostMemory
 
 __all__ = [
     "Availability",
@@ -396,6 +397,18 @@ class DeviceAdapter(ABC):
     def declare_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:  # noqa: B027 - most devices see it
         """Says that `tensor` is host memory, where the device could not tell by itself."""
 
+    def host_memory(self) -> HostMemory:
+        """Which tensors are host memory to a capture, and what it refuses of them."""
+        from devicegraph.devices.host_memory import SeenHostMemory
+
+        return SeenHostMemory(self.device)
+
+    def watch_waits(self, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Calls `on_wait` with the name of each call in the block that waits on the host for the device, or asks it."""
+        from devicegraph.devices.host_memory import watched_waits
+
+        return watched_waits(self.type, on_wait)
+
 
 def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
     """The adapter of a device; a device without an index means the current one.
@@ -405,7 +418,7 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
             here, with the reason and what to install or set.
     """
     named = device.partition(":")[0] if isinstance(device, str) else ""
-    if named in device_types() and not _is_known_to_torch(named):
+    if named and named in device_types() and not _is_known_to_torch(named):
         # The package behind it has to be loaded first, which asking whether it is available does.
         _check_available(_adapter_class(named), device)
     try:

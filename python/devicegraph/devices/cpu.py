@@ -86,6 +86,9 @@ def _capture_here() -> _Capture | None:
 
 def _wait_for_device(what: str) -> None:
     """The check of everything that waits for work on the device: refused beside a capture, as its error mode says."""
+    on_wait: Callable[[str], None] | None = getattr(_thread, "on_wait", None)
+    if on_wait is not None:
+        on_wait(what)
     here = _capture_here()
     if here is not None:
         raise here.refuse("synchronize", what)
@@ -377,3 +380,17 @@ class CpuDevice(DeviceAdapter):
     def declare_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """Declares `tensor`'s memory host memory for as long as it lives; see `tape_rules`."""
         self._host.declare(tensor, pinned=pinned)
+
+    def host_memory(self) -> HostMemory:
+        """What was declared."""
+        return self._host
+
+    @contextmanager
+    def watch_waits(self, on_wait: Callable[[str], None]) -> Iterator[None]:
+        """Calls `on_wait` for what this thread waits for; see `DeviceAdapter.watch_waits`."""
+        previous = getattr(_thread, "on_wait", None)
+        _thread.on_wait = on_wait
+        try:
+            yield
+        finally:
+            _thread.on_wait = previous

@@ -87,7 +87,7 @@ _CHECKED_ON_THE_HOST: Final = {
 _INDEX_WRITES: Final = frozenset({"aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
 
 #: What reads a tensor's memory without passing the dispatcher.
-_READS: Final = frozenset(
+READS: Final = frozenset(
     {
         torch.Tensor.tolist,
         torch.Tensor.numpy,
@@ -96,6 +96,8 @@ _READS: Final = frozenset(
         torch.Tensor.__format__,
     }
 )
+#: What may copy a tensor between host and device.
+TRANSFERS: Final[frozenset[Callable[..., Any]]] = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda})
 #: Makers of tensors that make host tensors where they are given no device.
 _FACTORIES: Final = frozenset(
     {
@@ -167,6 +169,13 @@ class HostMemory:
     an entry is right as long as it stands; entries of dead storages are dropped now and then.
     """
 
+    #: Whether the device is the tape.
+    is_tape = True
+    #: The device's own key of torch's dispatcher.
+    dispatch_key = "CPU"
+    #: The generators that a graph may draw from.
+    generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, bool]] = {}
         self._sweep_at = 64
@@ -194,6 +203,32 @@ class HostMemory:
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         return entry is not None and entry[1]
 
+    def is_named(self, device: object) -> bool:
+        """Whether a device argument means the host: the word does on the tape, `torch.device("cpu")` is the device."""
+        return isinstance(device, str) and device.split(":")[0] == "cpu"
+
+    def knows(self, generator: torch.Generator) -> bool:
+        """Whether a graph may draw from the generator."""
+        return any(
+            generator._cdata == known._cdata  # type: ignore[attr-defined, unused-ignore]
+            for known in self.generators
+        )
+
+    def transfer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: torch.Tensor
+    ) -> torch.Tensor:
+        """Makes a copy between host and device that does not wait; `form` has the shape and type of its result."""
+        tensor = args[0]
+        result = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=torch.device("cpu"))
+        if not self.holds(tensor):
+            self.declare(result, pinned=True)  # torch makes the target of such a copy pinned
+        return result.copy_(tensor, non_blocking=True)
+
+    def moved(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """What a copy of `tensor` to the other side is, where one was made all the same: here they share memory."""
+        copied = result.clone()
+        return copied if self.holds(tensor) else self.declare(copied)
+
     def check(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], factory: Factory) -> Placement:
         """Where the operator's tensors lie; raises `CaptureError` where a device would refuse them."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -206,7 +241,7 @@ class HostMemory:
         if not tensors and not any("Tensor" in str(returned.type) for returned in func._schema.returns):
             return Placement.NOWHERE
         generator = kwargs.get("generator")
-        if generator is not None and generator._cdata != torch.default_generator._cdata:  # type: ignore[attr-defined, unused-ignore]
+        if generator is not None and not self.knows(generator):
             raise refuse("unregistered-generator", func.name())
         if name in _CHECKED_ON_THE_HOST:
             raise refuse(_CHECKED_ON_THE_HOST[name], func.name())
@@ -272,7 +307,8 @@ class HostReads(TorchFunctionMode):
         # Inside `torch.device(...)` or after `torch.set_default_device`, a factory without a device makes device
         # tensors.
         self._default_is_device = any(
-            isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
+            isinstance(mode, DeviceContext) and not host.is_named(mode.device)
+            for mode in torch.overrides._get_current_function_mode_stack()
         )
 
     def __torch_function__(
@@ -295,10 +331,10 @@ class HostReads(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._host, func, args, kwargs)
-        if func in _READS and not self._host.holds(args[0]):
+        if func in READS and not self._host.holds(args[0]):
             raise refuse("host-read", func.__name__)
         factory = Factory.NONE
-        if _names_host(kwargs.get("device")):
+        if self._host.is_named(kwargs.get("device")):
             factory = Factory.ON_HOST
         elif func in _FACTORIES and kwargs.get("device") is None and not self._default_is_device:
             factory = Factory.WITHOUT_DEVICE
@@ -309,16 +345,11 @@ class HostReads(TorchFunctionMode):
             self.factory = previous
 
 
-def _names_host(device: object) -> bool:
-    """Whether a device argument means the host: on the tape `torch.device("cpu")` is the device, the word is not."""
-    return isinstance(device, str) and device.split(":")[0] == "cpu"
-
-
 def _literal(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     source = args[0] if args else kwargs.get("data")
     from_device = isinstance(source, torch.Tensor) and not host.holds(source)
-    if (device is not None and not _names_host(device) and not from_device) or func is torch.Tensor.new_tensor:
+    if (device is not None and not host.is_named(device) and not from_device) or func is torch.Tensor.new_tensor:
         raise refuse("host-copy", func.__name__)
     return func(*args, **kwargs)
 
@@ -334,7 +365,7 @@ def _transfer(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...],
         if isinstance(other, torch.Tensor):
             to_host = host.holds(other)
         elif isinstance(named, (str, torch.device)):
-            to_host = _names_host(named)
+            to_host = host.is_named(named)
         else:
             return func(*args, **kwargs)  # another type on the same device
         if len(rest) > 1 and isinstance(rest[-1], bool) and isinstance(rest[-2], bool):
@@ -350,12 +381,7 @@ def _transfer(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...],
     if not non_blocking or not (to_host or host.is_pinned(tensor)):
         raise refuse("host-read" if func is torch.Tensor.cpu else "host-copy", func.__name__)
     form = torch.empty_like(tensor, device="meta", dtype=dtype, memory_format=layout or torch.preserve_format)
-    if to_host:
-        # Torch makes the target of such a copy pinned.
-        result = host.declare(torch.empty_strided(form.shape, form.stride(), dtype=form.dtype), pinned=True)
-    else:
-        result = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=torch.device("cpu"))
-    return result.copy_(tensor, non_blocking=True)
+    return host.transfer(func, args, kwargs, form)
 
 
 def _tensor_split(host: HostMemory, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,9 +405,7 @@ _SPECIAL: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
     torch.as_tensor: _literal,
     torch.asarray: _literal,
     torch.Tensor.new_tensor: _literal,
-    torch.Tensor.to: _transfer,
-    torch.Tensor.cpu: _transfer,
-    torch.Tensor.cuda: _transfer,
+    **dict.fromkeys(TRANSFERS, _transfer),
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.nn.functional.one_hot: _one_hot,

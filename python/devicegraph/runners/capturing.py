@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 
+from devicegraph.auditing import audit
 from devicegraph.backends import BaseCudaGraphBackend, capture_failed
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.borrowed import outputs_are_debugged
@@ -32,6 +33,7 @@ from devicegraph.runners.shape_key import ShapeKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from devicegraph.auditing.findings import AuditReport
     from devicegraph.buckets import Buckets
     from devicegraph.devices import CaptureErrorMode
     from devicegraph.engine import ModelRunner
@@ -264,6 +266,52 @@ class CapturingRunner(ABC):
             self._has_captured = False
             raise
 
+    def audit(
+        self, size: int | None = None, *, variant_label: str | None = None, constants: object = ()
+    ) -> AuditReport:
+        """Lists what a graph of this runner would refuse or get wrong; see `audit`, and call it before `capture()`.
+
+        The forward runs twice, eagerly, on the idle batch that the graph would be captured with, and what
+        `prepare_in_graph` does is part of it. What the backend leaves out of its graphs is left out here. The batch is
+        made and its metadata prepared twice: what lies at another address then is lost to a graph.
+
+        Args:
+            size: one of `buckets`; the smallest by default.
+            variant_label: which of the engine's `variants`.
+            constants: tensors, or what holds them, whose addresses stay for as long as graphs live.
+
+        Raises:
+            CaptureError: `bucket-unknown` for another size.
+            ReplayError: the runner is closed.
+        """
+        self._check_open()
+        if (size is None and not self.buckets) or (size is not None and size not in self.buckets):
+            raise self._unknown_bucket(size)
+        key = self._make_graph_key(min(self.buckets) if size is None else size, variant_label)
+        engine, prepare = self.model_runner, self.hooks.prepare_in_graph
+
+        def forward(batch: Any) -> Any:
+            with batch_in_use(batch):
+                if prepare is not None:
+                    prepare(batch, key)
+                return engine.forward(batch)
+
+        def prepared() -> Any:
+            batch = self._idle_batch(key)
+            self._prepare_metadata(batch, key)
+            return batch
+
+        with model_capture_mode(), torch.no_grad():
+            other_batch, batch = prepared(), prepared()
+            return audit(
+                forward,
+                batch,
+                other_batch=other_batch,
+                constants=constants,
+                registry=self.buffer_registry,
+                backend="full" if self.backend is None else self.backend.name,
+            )
+
     def capture_one_shape(self, size: int, *, variant_label: str | None = None) -> Any:
         """Captures one shape inside the backend's `capture_session`, and returns its output.
 
@@ -280,10 +328,7 @@ class CapturingRunner(ABC):
             ReplayError: the runner is closed.
         """
         if self.backend is None or size not in self.buckets:
-            have = ", ".join(map(str, self.buckets)) if self.backend is not None else "none, the phase is disabled"
-            raise CaptureError(
-                f"{self.phase}: {size!r} is not one of the buckets: {have}", code="bucket-unknown", phase=self.phase
-            )
+            raise self._unknown_bucket(size)
         key = self._make_graph_key(size, variant_label)
         with freeze_gc(), model_capture_mode(), torch.no_grad():
             try:
@@ -293,6 +338,11 @@ class CapturingRunner(ABC):
                 self.drop_graph(key)
                 raise
         return output
+
+    def _unknown_bucket(self, size: object) -> CaptureError:
+        have = ", ".join(map(str, self.buckets)) if self.backend is not None else "none, the phase is disabled"
+        message = f"{self.phase}: {size!r} is not one of the buckets: {have}"
+        return CaptureError(message, code="bucket-unknown", phase=self.phase)
 
     def capture_key(self, key: ShapeKey) -> Any:
         """Captures the graph of a key; the rows of its output are still to be found."""
