@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices import (
+from devicegraph.devices.adapter import (
     Availability,
     CaptureErrorMode,
     CaptureSegments,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from devicegraph.devices import (
+from devicegraph.devices.adapter import (
     Availability,
     CaptureErrorMode,
     DeviceAdapter,
