@@ -14,8 +14,9 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -70,6 +71,29 @@ def _capture_stream(adapter: DeviceAdapter) -> Any:
     return streams[adapter.device]
 
 
+class Recording(Protocol):
+    """What a capture made: a graph, or several of them and what runs in between."""
+
+    def replay(self) -> None:
+        """Launches it."""
+
+    def reset(self) -> None:
+        """Drops it. Calling it twice is fine."""
+
+
+_Recording = TypeVar("_Recording", bound=Recording)
+
+
+@dataclass(frozen=True)
+class Captured(Generic[_Recording]):
+    """What a backend has for a shape key."""
+
+    recording: _Recording
+    output: Any
+    #: ADDRESS: what the recording reads. The entry keeps it alive, and goes with the recording.
+    inputs: Any
+
+
 class BaseCudaGraphBackend(ABC):
     """Captures and replays the graphs of one phase.
 
@@ -111,6 +135,7 @@ class BaseCudaGraphBackend(ABC):
         self.capture_error_mode: CaptureErrorMode = capture_error_mode
         self._barrier = barrier
         self._stream: Any = None
+        self._captured: dict[Hashable, Captured[Any]] = {}
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
@@ -158,9 +183,9 @@ class BaseCudaGraphBackend(ABC):
         return shape_key in self.captured
 
     @property
-    @abstractmethod
     def captured(self) -> dict[Any, Any]:
-        """The captured graphs by shape key."""
+        """What is captured, by shape key."""
+        return self._captured
 
     def replay_session(self) -> AbstractContextManager[None]:
         """What replays run in; a backend that needs nothing does nothing."""
@@ -174,13 +199,21 @@ class BaseCudaGraphBackend(ABC):
             KeyError: no graph for the key; runners ask `can_run` first.
         """
 
-    @abstractmethod
     def discard(self, shape_key: Hashable) -> None:
         """Drops the graph of the key and what it held, if it is there."""
+        captured = self._captured.pop(shape_key, None)
+        if captured is not None:
+            captured.recording.reset()
 
-    @abstractmethod
     def cleanup(self) -> None:
-        """Drops every graph and what it held. Calling it twice is fine, capturing again afterwards too."""
+        """Waits for the device, then drops every graph and what it held.
+
+        Calling it twice is fine, capturing again afterwards too.
+        """
+        if self._captured:
+            self.adapter.synchronize()
+        for shape_key in list(self._captured):
+            self.discard(shape_key)
 
     @classmethod
     def options_from(cls, runner: CapturingRunner) -> dict[str, Any]:

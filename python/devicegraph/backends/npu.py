@@ -115,7 +115,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         """
         output = super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
         try:
-            updates = self._find_updates(self._captured[shape_key].graph)
+            updates = self._find_updates(self._captured[shape_key].recording)
         except CaptureError as error:
             self.discard(shape_key)
             raise capture_failed(self.phase, shape_key, error) from error
@@ -156,7 +156,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         captured = self._captured[shape_key]
         updates = self._updates.get(shape_key)
         if updates is None:
-            captured.graph.replay()
+            captured.recording.replay()
             return captured.output
         if updates.plan is None:
             raise ReplayError(
@@ -206,7 +206,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
 
     def _replay_updated(self, shape_key: Hashable, updates: _Updates, values: list[dict[str, Any]]) -> Any:
         captured = self._captured[shape_key]
-        graph: Any = captured.graph
+        graph: Any = captured.recording
         # On the stream of the updates a graph would wait for an update that is queued behind it.
         overlaps = self.overlap_input_updates and self.adapter.current_stream() != graph.update_stream
         with _updating:
@@ -252,8 +252,3 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         """See `BaseCudaGraphBackend.discard`."""
         self._updates.pop(shape_key, None)
         super().discard(shape_key)
-
-    def cleanup(self) -> None:
-        """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
-        super().cleanup()
-        self._updates.clear()
