@@ -14,6 +14,7 @@ import torch
 
 from devicegraph.devices.adapter import (
     CAPTURE_ERROR_MODES,
+    DEFAULT_CAPTURE_ERROR_MODE,
     Availability,
     CaptureErrorMode,
     CaptureSegments,
@@ -28,6 +29,7 @@ from devicegraph.errors import BackendError
 
 __all__ = [
     "CAPTURE_ERROR_MODES",
+    "DEFAULT_CAPTURE_ERROR_MODE",
     "Availability",
     "CaptureErrorMode",
     "CaptureSegments",
@@ -47,6 +49,8 @@ _ADAPTERS: Final = {
     "cpu": "devicegraph.devices.cpu:CpuDevice",
     "cuda": "devicegraph.devices.cuda:CudaDevice",
     "npu": "devicegraph.devices.npu:NpuDevice",
+    "xpu": "devicegraph.devices.accelerator:XpuDevice",
+    "musa": "devicegraph.devices.accelerator:MusaDevice",
 }
 _ENTRY_POINTS: Final = "devicegraph.devices"
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 CAPTURE_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
+DEFAULT_CAPTURE_ERROR_MODE: Final = "thread_local"
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,11 @@ class DeviceAdapter(ABC):
     @abstractmethod
     def availability(cls) -> Availability:
         """Whether this machine has such a device and torch can use it. Never raises."""
+
+    @property
+    def has_capture_error_modes(self) -> bool:
+        """Whether a capture can be told which unsafe calls break it. Where it cannot, only the default is accepted."""
+        return True
 
     @abstractmethod
     def new_pool_handle(self) -> Any:
