@@ -125,6 +125,8 @@ class Hooks:
             none by default. For devices with such operators (`npu`).
         overlap_input_updates: whether a graph is launched before it is updated, see `NPUCudaGraphBackend`; not by
             default.
+        queue_input_updates: whether the device waits for the last replay before an update, and not the host, see there;
+            not by default.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -159,6 +161,7 @@ class Hooks:
         self.streams_per_graph = as_count("streams_per_graph", getattr(engine, "streams_per_graph", 1))
         self.input_updates: Sequence[InputUpdate] = find("input_updates", ())
         self.overlap_input_updates = bool(find("overlap_input_updates", False))
+        self.queue_input_updates = bool(find("queue_input_updates", False))
         if self.variant is not None and self.variants == (None,):
             raise ConfigError(
                 "the engine has a `variant` hook but no `variants`",
