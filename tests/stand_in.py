@@ -2,6 +2,7 @@
 
 A stand-in has the functions and arguments of the real module and keeps the rules of its allocator: a pool is counted by
 its graphs, a capture that could not end goes on recording into it, and a pool whose last graph is gone is refused.
+A capture ends on the stream that it began on.
 """
 
 from __future__ import annotations
@@ -69,16 +70,20 @@ class _Graph:
     def __init__(self, *_: object) -> None:
         self._tape = TapeGraph()
         self._pool: Any = None
+        self._stream: Any = None
         self._capture: AbstractContextManager[None] | None = None
         self._has_ended = False
 
     def _begin(self, pool: Any, mode: Any) -> None:
         self._pool = graph_pool_handle() if pool is None else pool
         memory = begin(self._pool).memory
-        self._capture = CPU.capture(self._tape, pool=memory, stream=CPU.current_stream(), capture_error_mode=mode)
+        self._stream = CPU.current_stream()
+        self._capture = CPU.capture(self._tape, pool=memory, stream=self._stream, capture_error_mode=mode)
         self._capture.__enter__()
 
     def capture_end(self) -> None:
+        if CPU.current_stream() is not self._stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
         capture, self._capture = self._capture, None
         assert capture is not None
         try:

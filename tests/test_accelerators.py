@@ -5,6 +5,7 @@ None of this runs on such a device. The stand-ins have the functions and argumen
 
 from __future__ import annotations
 
+import gc
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,68 @@ def test_a_runner_serves_on_a_stand_in_and_hands_on_the_modes_that_there_are(
     assert set(seen) == {"global" if kind is stand_in.MUSAGraph else "no modes"}
 
 
+def _capture(adapter: Any, pool: dg.GraphMemoryPool, forward: Callable[[], Any]) -> tuple[Any, Any]:
+    graph = adapter.graph()
+    with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        output = forward()
+    return graph, output
+
+
+def test_outputs_are_held_weakly(xpu: Callable[..., None]) -> None:
+    xpu(stand_in.make_module(stand_in.XPUGraph))
+    adapter: Any = dg.get_device_adapter("xpu")
+    pool, x = dg.GraphMemoryPool(adapter), torch.ones(1 << 18)
+    graph, output = _capture(adapter, pool, lambda: x[1:].view(-1, 1) + 1)
+    (weak, given) = adapter.weak_outputs([output, x], pool)
+    assert given is x
+    assert (weak.data_ptr(), weak.shape, weak.stride()) == (output.data_ptr(), output.shape, output.stride())
+    before = adapter.memory().allocated
+    del output
+    assert adapter.memory().allocated <= before - (1 << 20) + 4
+    graph.replay()
+    assert weak[-1].item() == 2
+
+
+def test_captures_that_could_not_end_take_no_memory_for_good(xpu: Callable[..., None]) -> None:
+    xpu(stand_in.make_module(stand_in.XPUGraph))
+    adapter: Any = dg.get_device_adapter("xpu")
+    pool, x = dg.GraphMemoryPool(adapter), torch.ones(4)
+
+    def reserved() -> int:
+        gc.collect()
+        adapter.empty_cache()
+        return int(adapter.memory().reserved)
+
+    at_first = reserved()
+    for _ in range(3):
+        with pytest.raises(dg.CaptureError) as caught:
+            _capture(adapter, pool, lambda: (x + 1).sum().item())
+        assert caught.value.code == "host-read"  # the model's error, and not that of the end of the capture
+    del caught
+    assert reserved() == at_first
+    graph, _ = _capture(adapter, pool, lambda: x.add_(1))
+    graph.replay()
+    assert x.tolist() == [2] * 4
+
+
+def test_a_forward_may_leave_another_stream_current(xpu: Callable[..., None]) -> None:
+    xpu(stand_in.make_module(stand_in.XPUGraph))
+    adapter: Any = dg.get_device_adapter("xpu")
+    x, side, before = torch.ones(4), adapter.stream(), adapter.current_stream()
+
+    def forward() -> None:
+        capturing = adapter.current_stream()
+        side.wait_stream(capturing)
+        stand_in.set_stream(side)
+        x.add_(1)
+        capturing.wait_stream(side)
+
+    graph, _ = _capture(adapter, dg.GraphMemoryPool(adapter), forward)
+    assert adapter.current_stream() is before
+    graph.replay()
+    assert x.tolist() == [2] * 4
+
+
 def test_a_pool_takes_captures_again_after_one_that_could_not_begin(
     xpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,11 +252,7 @@ def test_a_pool_takes_captures_again_after_one_that_could_not_begin(
     pool, x = dg.GraphMemoryPool(adapter), torch.zeros(4)
 
     def capture() -> Any:
-        graph = adapter.graph()
-        stream = adapter.stream()
-        with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            x.add_(1)
-        return graph
+        return _capture(adapter, pool, lambda: x.add_(1))[0]
 
     kept = capture()
     with monkeypatch.context() as patch:

@@ -274,6 +274,14 @@ def test_lengths_that_are_no_integers_on_the_host_are_refused(make_backend: Any,
     assert _column(backend.replay_with_input_update(1, torch.tensor([5, 6]), "lengths", list)) == [5, 6]
 
 
+def test_a_form_that_no_operator_takes_is_refused(make_backend: Any) -> None:
+    backend = make_backend(Rows())
+    with pytest.raises(dg.ReplayError) as caught:
+        backend.replay_with_input_update(1, [1, 2], "lengths", int)
+    assert caught.value.code == "update-type"
+    assert "neither `list` nor `torch.Tensor`" in str(caught.value)
+
+
 def test_lengths_on_the_device_are_refused_rather_than_waited_for(make_backend: Any) -> None:
     backend = make_backend(Rows())
     with pytest.raises(dg.ReplayError, match="on `npu:0` is not a row of integers in host memory"):
