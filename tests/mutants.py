@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import devicegraph as dg
-from devicegraph.backends import breakable
+from devicegraph.backends import Captured, breakable
 from devicegraph.backends.breaks import Break, BreakRecorder, recording_breaks
-from devicegraph.backends.full import _Captured
 from devicegraph.outputs import tensors_of
 
 if TYPE_CHECKING:
@@ -382,10 +381,10 @@ class CapturesUntilCleanup(Full):
 
 @breaks("two_backends_in_one_pool")
 class OneTableForAll(Full):
-    table: dict[Any, _Captured] = {}
+    table: dict[Any, Captured[Any]] = {}
 
     @property
-    def captured(self) -> dict[Any, _Captured]:
+    def captured(self) -> dict[Any, Captured[Any]]:
         return self.table
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -436,7 +435,7 @@ class BoundToItsStream(Full):
 @breaks("callers_modes")
 class LeavesBreaksInTheCallersMode(Breakable):
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        for call in self.captured[shape_key].steps.calls:
+        for call in self.captured[shape_key].recording.calls:
             call()
         return self.captured[shape_key].output
 
@@ -476,7 +475,7 @@ class NamesNothing(ChangesErrors):
 @breaks("failing_forwards")
 class LeavesAnEntry(ChangesErrors):
     def failed(self, shape_key: Any, error: BaseException) -> None:
-        self.captured[shape_key] = _Captured(self.adapter.graph(), None, None)
+        self.captured[shape_key] = Captured(self.adapter.graph(), None, None)
 
 
 @breaks("failing_forwards")
@@ -508,7 +507,7 @@ class WrapsInterrupts(ChangesErrors):
 class HoldsInterruptedGraphs(ChangesErrors):
     def failed(self, shape_key: Any, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            self.captured[shape_key] = _Captured(self.adapter.graph(), None, None)
+            self.captured[shape_key] = Captured(self.adapter.graph(), None, None)
 
 
 @breaks("out_of_memory")

@@ -32,7 +32,7 @@ def packages(tmp_path: Path) -> Path:
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file: gone')")
     infos = {
         f"torch_npu-{torch.__version__.split('+')[0]}": "",
-        "acme-1.0": "[devicegraph.devices]\nxpu = acme_missing:Device\n[devicegraph.backends]\nxpu:full = acme:Full\n",
+        "acme-1.0": "[devicegraph.devices]\nhpu = acme_missing:Device\n[devicegraph.backends]\nhpu:full = acme:Full\n",
     }
     for name, points in infos.items():
         info = tmp_path / f"{name}.dist-info"
@@ -56,9 +56,13 @@ def test_doctor_says_of_every_device_whether_it_can_be_used_and_why_not(packages
     assert lines[4:8] == [
         "npu: not available: torch_npu cannot be loaded: libhccl.so: cannot open shared object file: gone",
         "  hint: install CANN and the driver, and source CANN's `set_env.sh`",
-        "xpu: not available: the adapter of device `xpu` cannot be loaded from `acme_missing:Device`: "
+        "xpu: not available: this torch was built without XPU",
+        "  hint: install a torch built for XPU",
+        "musa: not available: torch_musa is not installed",
+        "  hint: install the torch_musa for this torch",
+        "hpu: not available: the adapter of device `hpu` cannot be loaded from `acme_missing:Device`: "
         "No module named 'acme_missing'",
-        "  hint: repair or remove the package that provides the entry point `xpu` of `devicegraph.devices`",
+        "  hint: repair or remove the package that provides the entry point `hpu` of `devicegraph.devices`",
     ]
     assert lines[8].startswith("tools: ")
     assert lines[9:11] == ["breakable on cpu: ready", "full on cpu: ready"]
@@ -84,7 +88,7 @@ def test_doctor_prints_json_for_machines(packages: Path) -> None:
     }
     assert found["devices"]["npu"]["hint"] == "install CANN and the driver, and source CANN's `set_env.sh`"
     assert found["devices"]["npu"]["backends"] == ["full", "disabled"]
-    assert found["devices"]["xpu"]["backends"] == ["full", "disabled"]
+    assert found["devices"]["hpu"]["backends"] == ["full", "disabled"]
 
 
 class Machine:

@@ -17,6 +17,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "conformance": (("test_npu_conformance.py",), {}),
     "one device": (
         (
+            "test_npu_accelerator.py",
             "test_npu_audit.py",
             "test_npu_capture.py",
             "test_npu_docs.py",

@@ -293,7 +293,7 @@ limits.max_bs: 0 is not an integer from 1 to 1048576 [limit-invalid]
 ---
 no adapter for device `meta` [unknown-device]
 
-hint: known are cpu, cuda, npu; others come through the entry point group `devicegraph.devices`
+hint: known are cpu, cuda, npu, xpu, musa; others come through the entry point group `devicegraph.devices`
 ---
 backend `breakable` is not available on device `mtia` [backend-not-available]
 

@@ -92,7 +92,7 @@ def test_a_compiled_piece_is_one_call_on_the_tape_and_a_traced_one_its_operators
     for compiler in COMPILERS:
         with runner_for(CompiledPrefill(), compiler, bs=[8]) as runner:
             runner.capture()
-            graphs = runner.backend.captured[dg.ShapeKey(8)].steps.graphs
+            graphs = runner.backend.captured[dg.ShapeKey(8)].recording.graphs
             recorded[compiler] = [graph.tape.operators() for graph in graphs]
     assert recorded["inductor"][:3] == [["compiled piece"]] * 3
     assert "aten::index_copy_" in recorded["eager"][0]

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from devicegraph.devices import GraphMemoryPool as GraphMemoryPool
     from devicegraph.devices import UpdatableCall as UpdatableCall
     from devicegraph.devices import get_device_adapter as get_device_adapter
+    from devicegraph.devices.accelerator import AcceleratorDevice as AcceleratorDevice
     from devicegraph.engine import Limits as Limits
     from devicegraph.engine import ModelRunner as ModelRunner
     from devicegraph.engine import StaticBatch as StaticBatch
@@ -177,6 +178,7 @@ _MODULES = {
         "UpdatableCall",
         "get_device_adapter",
     ),
+    "devices.accelerator": ("AcceleratorDevice",),
     "engine": (
         "Limits",
         "ModelRunner",

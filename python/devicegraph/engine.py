@@ -155,6 +155,8 @@ class Hooks:
         verify_batches: `verify_batches() -> batches`, live batches that `verify_on_capture` proves the graphs on.
         overlap_input_updates: whether a graph is launched before it is updated, see `NPUCudaGraphBackend`; not by
             default.
+        queue_input_updates: whether the device waits for the last replay before an update, and not the host, see there;
+            not by default.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -191,6 +193,7 @@ class Hooks:
         self.state_tensors: Callable[[], Mapping[str, torch.Tensor]] | None = find("state_tensors", None)
         self.verify_batches: Callable[[], Iterable[Any]] | None = find("verify_batches", None)
         self.overlap_input_updates = bool(find("overlap_input_updates", False))
+        self.queue_input_updates = bool(find("queue_input_updates", False))
         if self.variant is not None and self.variants == (None,):
             raise ConfigError(
                 "the engine has a `variant` hook but no `variants`",

@@ -142,7 +142,7 @@ FACTS: Mapping[str, str] = {
     "data_parallel_attention": "whether attention runs data-parallel beside tensor-parallel layers",
     "decode_context_parallel_size": "ranks that share out the cache of a request in decode",
     "deterministic": "whether results must not depend on the batch",
-    "device": "`cuda`, `rocm`, `npu`, `xpu` or `cpu`",
+    "device": "`cuda`, `rocm`, `npu`, `xpu`, `musa` or `cpu`",
     "diffusion_lm": "whether decode denoises blocks of tokens",
     "disaggregation_role": "`prefill` or `decode`, where a server does only that",
     "expert_recorder": "whether expert loads are recorded while the model runs",

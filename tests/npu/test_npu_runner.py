@@ -38,6 +38,16 @@ def test_steps_of_changing_buckets_are_right_without_a_wait_in_between(overlap: 
         assert metrics.eager == {}
 
 
+def test_an_engine_may_have_updates_queued_on_the_device() -> None:
+    engine: Any = LengthsEngine()
+    engine.queue_input_updates = True
+    with dg.DecodeCudaGraphRunner(engine, config=decode(max_bs=2)) as runner:
+        runner.capture()
+        assert runner.backend.queue_input_updates
+        for lengths in ([3, 4], [5, 6], [7]):
+            _check(runner, engine, lengths)  # reads the result, so that no step is still to come
+
+
 def test_lengths_are_padded_to_the_bucket_with_the_fill_value() -> None:
     engine: Any = LengthsEngine()
     engine.seq_len_fill_value = 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 npu: Any = getattr(torch, "npu", None)
 LENGTHS = dg.InputUpdate("lengths")
+#: Whether the simulated device carries updates out in the order of their stream; else it does so at once.
+IN_ORDER = "SIMULATED_CANN_ORDERED_UPDATES" in os.environ
 
 
 def _hangs() -> int:
@@ -183,6 +186,21 @@ def test_overlapping_steps_are_right_too(make_backend: Any) -> None:
     assert [_column(output) for output in seen] == [[step**3, 8] for step in range(20)]
 
 
+@pytest.mark.usefixtures("only_simulated", "never_hangs")
+def test_queued_updates_need_a_device_that_keeps_their_order_and_then_no_wait(make_backend: Any) -> None:
+    backend = make_backend(Rows(2), LENGTHS, queue_input_updates=True)
+    library = ctypes.CDLL("libascendcl.so")
+    library.simulated_hold(ctypes.c_void_p(npu.current_stream().npu_stream))
+    # While the stream is busy, the host goes on: none of these is carried out yet.
+    seen = [backend.replay(1, _batch(step, 2)).clone() for step in range(5)]
+    library.simulated_release()
+    first = [_column(output)[0] for output in seen]
+    if IN_ORDER:
+        assert first == [0, 1, 4, 9, 16]
+    else:
+        assert first == [16] * 5
+
+
 @pytest.mark.usefixtures("never_hangs")
 def test_a_step_on_the_stream_of_the_updates_does_not_overlap_where_it_would_hang(make_backend: Any) -> None:
     backend = make_backend(Rows(2), LENGTHS, overlap_input_updates=True)
@@ -254,6 +272,14 @@ def test_lengths_that_are_no_integers_on_the_host_are_refused(make_backend: Any,
         backend.replay_with_input_update(1, lengths, "lengths", list)
     assert caught.value.code == "update-type"
     assert _column(backend.replay_with_input_update(1, torch.tensor([5, 6]), "lengths", list)) == [5, 6]
+
+
+def test_a_form_that_no_operator_takes_is_refused(make_backend: Any) -> None:
+    backend = make_backend(Rows())
+    with pytest.raises(dg.ReplayError) as caught:
+        backend.replay_with_input_update(1, [1, 2], "lengths", int)
+    assert caught.value.code == "update-type"
+    assert "neither `list` nor `torch.Tensor`" in str(caught.value)
 
 
 def test_lengths_on_the_device_are_refused_rather_than_waited_for(make_backend: Any) -> None:

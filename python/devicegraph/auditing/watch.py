@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from devicegraph.auditing.findings import AUDIT_CODES, AuditFinding
 from devicegraph.auditing.tensors import Made, attributes_of, is_plain, plain_in, reachable, storage_of
-from devicegraph.backends.breaks import CalledBreaks, recording_breaks
+from devicegraph.backends.breaks import CalledBreaks, MarkedCall, recording_breaks
 from devicegraph.devices.host_memory import watched_calls
 from devicegraph.devices.tape_check import ALLOCATIONS, OperatorCheck, says_view
 from devicegraph.devices.tape_rules import READS, TRANSFERS, HostReads
@@ -353,8 +353,9 @@ class _PassedBreaks(CalledBreaks):
         super().__init__()
         self._watch = watch
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any, at_capture: Any) -> Any:
+    def call(self, marked: MarkedCall) -> Any:
         """Runs a marked function unwatched."""
+        function, args, kwargs, _ = marked
         with self._watch.paused(), recording_breaks(None):
             result = function(*args, **kwargs)
         self._watch.take_in(result, (args, kwargs), getattr(function, "__name__", "a break"))

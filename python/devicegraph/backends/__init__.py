@@ -14,13 +14,14 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from devicegraph.backends.split_ops import OLDEST_TORCH_FOR_PIECES, split_operators
-from devicegraph.devices import CAPTURE_ERROR_MODES, GraphMemoryPool
+from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
 from devicegraph.errors import BackendError, CaptureError, ConfigError
 
 if TYPE_CHECKING:
@@ -41,18 +42,25 @@ _BACKENDS: Final = {
         ("breakable", "BreakableCudaGraphBackend"),
         ("tc_piecewise", "TcPiecewiseCudaGraphBackend"),
     )
-} | {"npu:full": "devicegraph.backends.npu:NPUCudaGraphBackend"}
+} | {
+    "npu:full": "devicegraph.backends.npu:NPUCudaGraphBackend",
+    "xpu:full": "devicegraph.backends.full:FullCudaGraphBackend",
+    "musa:full": "devicegraph.backends.full:FullCudaGraphBackend",
+    "musa:breakable": "devicegraph.backends.breakable:BreakableCudaGraphBackend",
+}
 _ENTRY_POINTS: Final = "devicegraph.backends"
 
-#: One for each device in use; it goes with the last backend that uses it.
-_shared_pools: weakref.WeakValueDictionary[torch.device, GraphMemoryPool] = weakref.WeakValueDictionary()
+#: One for each device in use; it goes with the last backend that uses it. By type as well: an adapter of another type
+#: may have its memory on the same device, and its handles are its own.
+_shared_pools: weakref.WeakValueDictionary[tuple[str, torch.device], GraphMemoryPool] = weakref.WeakValueDictionary()
 
 
 def shared_graph_pool(adapter: DeviceAdapter) -> GraphMemoryPool:
     """The graph memory pool that all backends of a device share unless they are given another."""
-    pool = _shared_pools.get(adapter.device)
+    key = adapter.type, adapter.device
+    pool = _shared_pools.get(key)
     if pool is None:
-        pool = _shared_pools[adapter.device] = GraphMemoryPool(adapter)
+        pool = _shared_pools[key] = GraphMemoryPool(adapter)
     return pool
 
 
@@ -65,10 +73,34 @@ def _capture_stream(adapter: DeviceAdapter) -> Any:
     Libraries keep a workspace for each stream that they were used on (cuBLAS 32 MiB on a large GPU), for good: a stream
     of its own for every runner would cost as much for every runner that is ever made.
     """
-    streams: dict[torch.device, Any] = _threads.__dict__.setdefault("streams", {})
-    if adapter.device not in streams:
-        streams[adapter.device] = adapter.stream()
-    return streams[adapter.device]
+    streams: dict[tuple[str, torch.device], Any] = _threads.__dict__.setdefault("streams", {})
+    key = adapter.type, adapter.device
+    if key not in streams:
+        streams[key] = adapter.stream()
+    return streams[key]
+
+
+class Recording(Protocol):
+    """What a capture made: a graph, or several of them and what runs in between."""
+
+    def replay(self) -> None:
+        """Launches it."""
+
+    def reset(self) -> None:
+        """Drops it. Calling it twice is fine."""
+
+
+_Recording = TypeVar("_Recording", bound=Recording)
+
+
+@dataclass(frozen=True)
+class Captured(Generic[_Recording]):
+    """What a backend has for a shape key."""
+
+    recording: _Recording
+    output: Any
+    #: ADDRESS: what the recording reads. The entry keeps it alive, and goes with the recording.
+    inputs: Any
 
 
 class BaseCudaGraphBackend(ABC):
@@ -79,7 +111,8 @@ class BaseCudaGraphBackend(ABC):
         phase: `decode` or `prefill`, for messages.
         graph_pool: the graph memory pool to capture into; by default the one that all backends of the device share.
         capture_error_mode: which unsafe calls break a capture: `global` any thread's, `thread_local` this thread's,
-            `relaxed` none. It reaches every capture of every segment.
+            `relaxed` none. It reaches every capture of every segment. A device whose captures have no error modes takes
+            the default only, and does as it does.
         barrier: aligns the ranks before each warm-up, where there are several.
     """
 
@@ -106,6 +139,12 @@ class BaseCudaGraphBackend(ABC):
                 f"capture_error_mode: {capture_error_mode!r} is not one of {', '.join(CAPTURE_ERROR_MODES)}",
                 code="capture-error-mode-unknown",
             )
+        if capture_error_mode != DEFAULT_CAPTURE_ERROR_MODE and not adapter.has_capture_error_modes:
+            raise BackendError(
+                f"capture_error_mode: `{capture_error_mode}`: captures on device `{adapter.type}` have no error modes",
+                code="capture-error-mode-unsupported",
+                hint=f"leave it at `{DEFAULT_CAPTURE_ERROR_MODE}`; the device decides what breaks a capture",
+            )
         self.adapter = adapter
         #: How often torch.compile has traced the forward.
         self.traces = 0
@@ -116,6 +155,7 @@ class BaseCudaGraphBackend(ABC):
         self.capture_error_mode: CaptureErrorMode = capture_error_mode
         self._barrier = barrier
         self._stream: Any = None
+        self._captured: dict[Hashable, Captured[Any]] = {}
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
@@ -163,9 +203,9 @@ class BaseCudaGraphBackend(ABC):
         return shape_key in self.captured
 
     @property
-    @abstractmethod
     def captured(self) -> dict[Any, Any]:
-        """The captured graphs by shape key."""
+        """What is captured, by shape key."""
+        return self._captured
 
     def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
         """What replays the graph of the key where nothing else matters: no session, no batch, no question asked.
@@ -190,13 +230,21 @@ class BaseCudaGraphBackend(ABC):
             KeyError: no graph for the key; runners ask `can_run` first.
         """
 
-    @abstractmethod
     def discard(self, shape_key: Hashable) -> None:
         """Drops the graph of the key and what it held, if it is there."""
+        captured = self._captured.pop(shape_key, None)
+        if captured is not None:
+            captured.recording.reset()
 
-    @abstractmethod
     def cleanup(self) -> None:
-        """Drops every graph and what it held. Calling it twice is fine, capturing again afterwards too."""
+        """Waits for the device, then drops every graph and what it held.
+
+        Calling it twice is fine, capturing again afterwards too.
+        """
+        if self._captured:
+            self.adapter.synchronize()
+        for shape_key in list(self._captured):
+            self.discard(shape_key)
 
     @classmethod
     def options_from(cls, runner: CapturingRunner) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import functools
 import inspect
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -102,7 +102,7 @@ def eager_on_graph(
         recorder = _recorder.get()
         if recorder is None or not (enable() if callable(enable) else enable):
             return marked(*args, **kwargs)
-        return recorder.call(marked, args, kwargs, capture_stub or marked)
+        return recorder.call(MarkedCall(marked, args, kwargs, capture_stub or marked))
 
     return cast("_Function", call)
 
@@ -167,6 +167,19 @@ class Break:
         self._bridges.refresh(self._function())
 
 
+class MarkedCall(NamedTuple):
+    """A call of a marked function, met while a forward is captured.
+
+    Attributes:
+        at_capture: what is called instead of the function at capture, or the function.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at_capture: Callable[..., Any]
+
+
 class BreakRecorder:
     """Takes the breaks of a forward that is being captured.
 
@@ -181,14 +194,9 @@ class BreakRecorder:
         #: What the first break that failed has raised: a forward that goes on after it is not captured any more.
         self.error: BaseException | None = None
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        at_capture: Callable[..., Any],
-    ) -> Any:
+    def call(self, marked: MarkedCall) -> Any:
         """Runs a marked function in a gap, and remembers to run it on every replay."""
+        function, args, kwargs, at_capture = marked
         try:
             with self._segments.pause(), recording_breaks(None):
                 step = Break(function, args, kwargs, at_capture(*args, **kwargs))
@@ -236,14 +244,9 @@ class CalledBreaks:
         self._is_first = False
         return output
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        at_capture: Callable[..., Any],
-    ) -> Any:
+    def call(self, marked: MarkedCall) -> Any:
         """Runs a marked function, and gives what it returns the rows that it had in the first call of the forward."""
+        function, args, kwargs, at_capture = marked
         with recording_breaks(None):
             output = (at_capture if self._is_first else function)(*args, **kwargs)
         position, self._position = self._position, self._position + 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.backends import BaseCudaGraphBackend, Captured, capture_failed
 from devicegraph.outputs import replace_tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -12,13 +12,6 @@ if TYPE_CHECKING:
 
     from devicegraph._core import FillNode
     from devicegraph.devices import DeviceGraph
-
-
-class _Captured(NamedTuple):
-    graph: DeviceGraph
-    output: Any
-    inputs: Any
-    """ADDRESS: what the graph reads. The entry keeps it alive, and goes with the graph."""
 
 
 class FullCudaGraphBackend(BaseCudaGraphBackend):
@@ -31,14 +24,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     name: ClassVar[str] = "full"
     can_fill: ClassVar[bool] = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._captured: dict[Hashable, _Captured] = {}
-
-    @property
-    def captured(self) -> dict[Hashable, _Captured]:
-        """The captured graphs by shape key."""
-        return self._captured
+    _captured: dict[Hashable, Captured[DeviceGraph]]
 
     def capture_one(
         self,
@@ -61,35 +47,21 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
             graph.reset()
             raise capture_failed(self.phase, shape_key, error) from error
         output = replace_tensors(output, weak)
-        self._captured[shape_key] = _Captured(graph, output, capture_inputs)
+        self._captured[shape_key] = Captured(graph, output, capture_inputs)
         return output
 
     def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
         """See `BaseCudaGraphBackend.launcher`."""
         kind, own = type(self), FullCudaGraphBackend
         is_own = kind.replay is own.replay and kind.replay_session is own.replay_session and kind.can_run is own.can_run
-        return self._captured[shape_key].graph.replay if is_own else None
+        return self._captured[shape_key].recording.replay if is_own else None
 
     def fill_node(self, shape_key: Hashable) -> FillNode | None:
         """See `BaseCudaGraphBackend.fill_node`."""
-        return self.adapter.fill_node(self._captured[shape_key].graph) if self.fills else None
+        return self.adapter.fill_node(self._captured[shape_key].recording) if self.fills else None
 
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """See `BaseCudaGraphBackend.replay`."""
         captured = self._captured[shape_key]
-        captured.graph.replay()
+        captured.recording.replay()
         return captured.output
-
-    def discard(self, shape_key: Hashable) -> None:
-        """See `BaseCudaGraphBackend.discard`."""
-        captured = self._captured.pop(shape_key, None)
-        if captured is not None:
-            captured.graph.reset()
-
-    def cleanup(self) -> None:
-        """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
-        if self._captured:
-            self.adapter.synchronize()
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()

@@ -1,8 +1,8 @@
 """The full backend of an NPU: graphs whose operators keep arguments from the host, which each replay updates.
 
 A captured operator with such arguments waits, in the graph, for an update of this step, and takes it away: each replay
-needs exactly one, and the next one may not come before it was taken. So a step waits on the host for the last replay of
-its graph, updates, and only then launches the graph. A device that waits for an update that never comes hangs.
+needs exactly one, and the next one may not come before it was taken. So a step waits for the last replay of its graph,
+updates, and only then launches the graph. A device that waits for an update that never comes hangs.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
             that have such arguments are replayed with `replay_with_input_update`.
         overlap_input_updates: launch the graph before it is updated, so that what comes before the first such operator
             runs meanwhile. Should an update fail then, the graph has run with old values: it is dropped.
+        queue_input_updates: have the device wait for the last replay of the graph instead of the host. Right only where
+            a device carries updates out in the order of their stream; where it does so at once, a replay that is still
+            to come has the values of the next one.
 
     The other arguments are those of `BaseCudaGraphBackend`.
 
@@ -72,6 +75,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         *args: Any,
         input_updates: Sequence[InputUpdate] = (),
         overlap_input_updates: bool = False,
+        queue_input_updates: bool = False,
         **kwargs: Any,
     ) -> None:
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
@@ -92,13 +96,15 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         super().__init__(*args, **kwargs)
         self.input_updates = tuple(input_updates)
         self.overlap_input_updates = overlap_input_updates
+        self.queue_input_updates = queue_input_updates
         self._updates: dict[Hashable, _Updates] = {}
 
     @classmethod
     def options_from(cls, runner: CapturingRunner) -> dict[str, Any]:
         """See `BaseCudaGraphBackend.options_from`."""
         hooks = runner.hooks
-        return {"input_updates": hooks.input_updates, "overlap_input_updates": hooks.overlap_input_updates}
+        names = ("input_updates", "overlap_input_updates", "queue_input_updates")
+        return {name: getattr(hooks, name) for name in names}
 
     def capture_one(
         self,
@@ -115,7 +121,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         """
         output = super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
         try:
-            updates = self._find_updates(self._captured[shape_key].graph)
+            updates = self._find_updates(self._captured[shape_key].recording)
         except CaptureError as error:
             self.discard(shape_key)
             raise capture_failed(self.phase, shape_key, error) from error
@@ -145,7 +151,8 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Updates the graph of the key from the batch, where it has host arguments, and launches it.
 
-        Waits on the host for the last replay of the same graph, where it has host arguments; else for nothing.
+        Waits on the host for the last replay of the same graph, where it has host arguments and the backend does not
+        have `queue_input_updates`; else for nothing.
 
         Raises:
             KeyError: no graph for the key.
@@ -156,7 +163,7 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         captured = self._captured[shape_key]
         updates = self._updates.get(shape_key)
         if updates is None:
-            captured.graph.replay()
+            captured.recording.replay()
             return captured.output
         if updates.plan is None:
             raise ReplayError(
@@ -206,14 +213,17 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
 
     def _replay_updated(self, shape_key: Hashable, updates: _Updates, values: list[dict[str, Any]]) -> Any:
         captured = self._captured[shape_key]
-        graph: Any = captured.graph
+        graph: Any = captured.recording
         # On the stream of the updates a graph would wait for an update that is queued behind it.
         overlaps = self.overlap_input_updates and self.adapter.current_stream() != graph.update_stream
         with _updating:
             if updates.fence is not None:
                 # Else an update could come before the last replay has taken the one before, and one of them would be
                 # lost: the device would wait for it for ever.
-                updates.fence.synchronize()
+                if self.queue_input_updates:
+                    updates.fence.wait(graph.update_stream)
+                else:
+                    updates.fence.synchronize()
             if overlaps:
                 graph.replay()
             try:
@@ -252,8 +262,3 @@ class NPUCudaGraphBackend(FullCudaGraphBackend):
         """See `BaseCudaGraphBackend.discard`."""
         self._updates.pop(shape_key, None)
         super().discard(shape_key)
-
-    def cleanup(self) -> None:
-        """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
-        super().cleanup()
-        self._updates.clear()

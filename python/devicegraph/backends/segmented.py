@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.backends import BaseCudaGraphBackend, Captured, capture_failed
 from devicegraph.backends.autocast import autocast_as
 from devicegraph.backends.shared_output import SharedOutput
 
@@ -94,13 +94,6 @@ class Steps:
         self.calls, self.graphs, self.breaks = [], [], []
 
 
-class _Captured(NamedTuple):
-    steps: Steps
-    output: Any
-    inputs: Any
-    """ADDRESS: what the graphs read. The entry keeps it alive, and goes with the graphs."""
-
-
 class SegmentedBackend(BaseCudaGraphBackend):
     """Captures the segments of a forward and runs what is between them eagerly.
 
@@ -109,16 +102,11 @@ class SegmentedBackend(BaseCudaGraphBackend):
     """
 
     wants_largest_output: ClassVar[bool] = True
+    _captured: dict[Hashable, Captured[Steps]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._captured: dict[Hashable, _Captured] = {}
         self._shared = SharedOutput()
-
-    @property
-    def captured(self) -> dict[Hashable, _Captured]:
-        """What was captured, by shape key."""
-        return self._captured
 
     def size_outputs(self, output: Any) -> None:
         """See `BaseCudaGraphBackend.size_outputs`."""
@@ -130,7 +118,7 @@ class SegmentedBackend(BaseCudaGraphBackend):
         Raises:
             KeyError: nothing is captured for the key.
         """
-        steps = self._captured[shape_key].steps
+        steps = self._captured[shape_key].recording
         return Coverage(len(steps.graphs), tuple(step.name for step in steps.breaks))
 
     def capture_one(
@@ -151,7 +139,7 @@ class SegmentedBackend(BaseCudaGraphBackend):
             if isinstance(error, Exception):
                 raise capture_failed(self.phase, shape_key, error) from error
             raise
-        self._captured[shape_key] = _Captured(steps, output, capture_inputs)
+        self._captured[shape_key] = Captured(steps, output, capture_inputs)
         return output
 
     @abstractmethod
@@ -161,26 +149,18 @@ class SegmentedBackend(BaseCudaGraphBackend):
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """See `BaseCudaGraphBackend.replay`."""
         captured = self._captured[shape_key]
-        modes = captured.steps.modes_to_enter()
+        steps = captured.recording
+        modes = steps.modes_to_enter()
         if modes:
             with ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode)
-                captured.steps.replay()
+                steps.replay()
         else:
-            captured.steps.replay()
+            steps.replay()
         return captured.output
 
-    def discard(self, shape_key: Hashable) -> None:
-        """See `BaseCudaGraphBackend.discard`."""
-        captured = self._captured.pop(shape_key, None)
-        if captured is not None:
-            captured.steps.reset()
-
     def cleanup(self) -> None:
-        """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
-        if self._captured:
-            self.adapter.synchronize()
-        for shape_key in list(self._captured):
-            self.discard(shape_key)
+        """See `BaseCudaGraphBackend.cleanup`."""
+        super().cleanup()
         self._shared.clear()

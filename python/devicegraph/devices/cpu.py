@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
 from devicegraph.devices.recorder import Recorder
 from devicegraph.devices.tape_memory import TapeMemory
 from devicegraph.devices.tape_rules import HostMemory, HostReads, refuse

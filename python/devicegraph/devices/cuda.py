@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices import (
-    Availability,
-    CaptureErrorMode,
-    CaptureSegments,
-    DeviceAdapter,
-    DeviceMemory,
-    GraphMemoryPool,
-)
+from devicegraph.devices.accelerator import AcceleratorDevice, AcceleratorGraph
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, CaptureSegments, GraphMemoryPool
 from devicegraph.devices.cuda_streams import SideStreams, installed, watched
-from devicegraph.errors import CaptureError
 from devicegraph.native import kernel_on, why_no_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from devicegraph._core import FillNode
 
 
-class CudaGraph:
-    """One `torch.cuda.CUDAGraph` and its hold on the pool that its memory is in."""
-
-    def __init__(self, *, keep: bool = False) -> None:
-        # What is to be looked into has to be kept beside its executable.
-        self.raw: Any = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
-        self._is_kept = keep
-        #: Whether nothing was recorded.
-        self.is_empty = False
-        self._release: Callable[[], None] | None = None
-        #: Launches the graph. The bound method itself, so that a step pays for no wrapper.
-        self.replay: Callable[[], None] = self.raw.replay
+class CudaGraph(AcceleratorGraph):
+    """One `torch.cuda.CUDAGraph`, which tells whether it is empty."""
 
     def end(self) -> None:
         """Ends the capture of the current stream."""
@@ -48,17 +30,14 @@ class CudaGraph:
             self.raw.capture_end()
         self.is_empty = any("CUDA Graph is empty" in str(warning.message) for warning in caught)
 
-    def keep(self, pool: GraphMemoryPool) -> None:
-        """Counts a finished capture on its pool."""
-        self._release = pool.hold()
-        if self._is_kept:
-            self.raw.instantiate()
 
-    def reset(self) -> None:
-        """Drops the recording."""
-        self.raw.reset()
-        if self._release is not None:
-            self._release()
+class KeptCudaGraph(CudaGraph):
+    """A graph that is kept beside its executable, so that it can be looked into."""
+
+    def keep(self, pool: GraphMemoryPool) -> None:
+        """Counts a finished capture on its pool, and makes it executable."""
+        super().keep(pool)
+        self.raw.instantiate()
 
 
 class _Segments(CaptureSegments):
@@ -85,16 +64,10 @@ class _Segments(CaptureSegments):
         super()._end()
 
 
-class CudaDevice(DeviceAdapter):
+class CudaDevice(AcceleratorDevice):
     """A CUDA or HIP device."""
 
     type: ClassVar[str] = "cuda"
-
-    def __init__(self, device: torch.device) -> None:
-        index = device.index
-        if index is None:  # torch declares an int, and gives None for `cuda`
-            index = torch.cuda.current_device()  # type: ignore[unreachable]
-        super().__init__(torch.device("cuda", index))
 
     @classmethod
     def availability(cls) -> Availability:
@@ -107,73 +80,33 @@ class CudaDevice(DeviceAdapter):
             return Availability(False, "torch finds no GPU or no driver", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
         return Availability(True)
 
-    def new_pool_handle(self) -> tuple[int, int]:
-        """A pool id that no graph uses yet."""
-        return tuple(torch.cuda.graph_pool_handle())  # type: ignore[return-value]
+    def graph(self) -> CudaGraph:
+        """An empty graph."""
+        with torch.cuda.device(self.device):
+            return CudaGraph(torch.cuda.CUDAGraph())
 
     @property
     def fills_in_graphs(self) -> bool:
         """Whether this torch lets its graphs be looked into, and the driver has the fill kernel."""
         return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and why_no_kernel(self.device) is None
 
-    def record_fill(self) -> None:
-        """See `DeviceAdapter.record_fill`."""
-        kernel_on(self.device.index).launch_empty(torch.cuda.current_stream(self.device).cuda_stream)
-
-    def graph(self) -> CudaGraph:
-        """An empty graph."""
-        with torch.cuda.device(self.device):
-            return CudaGraph()
-
     def filling_graph(self) -> CudaGraph:
         """See `DeviceAdapter.filling_graph`."""
         with torch.cuda.device(self.device):
-            return CudaGraph(keep=True)
+            return KeptCudaGraph(torch.cuda.CUDAGraph(keep_graph=True))
+
+    def record_fill(self) -> None:
+        """See `DeviceAdapter.record_fill`."""
+        kernel_on(self.device.index).launch_empty(torch.cuda.current_stream(self.device).cuda_stream)
 
     def fill_node(self, graph: CudaGraph) -> FillNode | None:
         """See `DeviceAdapter.fill_node`."""
         raw = graph.raw
         return kernel_on(self.device.index).fill_node(graph=raw.raw_cuda_graph(), executable=raw.raw_cuda_graph_exec())
 
-    @contextmanager
-    def capture(
-        self,
-        graph: CudaGraph,
-        *,
-        pool: GraphMemoryPool,
-        stream: torch.cuda.Stream,
-        capture_error_mode: CaptureErrorMode,
-    ) -> Iterator[None]:
-        """Records the block; see `DeviceAdapter.capture`.
-
-        `torch.cuda.graph` is not used: it synchronises and empties the allocator's cache at each capture, and after a
-        failure leaves its stream current, keeps the pool's memory, and hides the model's error behind its own.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                "a capture was begun inside another capture of this thread",
-                code="nested-capture",
-                hint="capture one graph after the other",
-            )
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            handle = pool.handle
-            graph.raw.capture_begin(pool=handle, capture_error_mode=capture_error_mode)
-            try:
-                yield
-            except BaseException:
-                # Ending an invalidated capture fails, too; the model's own error is the one to be told.
-                with contextlib.suppress(Exception):
-                    torch.cuda.set_stream(stream)
-                    graph.end()
-                self._abandon(graph, pool, handle)
-                raise
-            try:
-                torch.cuda.set_stream(stream)
-                graph.end()
-            except BaseException:
-                self._abandon(graph, pool, handle)
-                raise
-            graph.keep(pool)
+    def profiler_ranges(self) -> tuple[Callable[[str], object], Callable[[], object]]:
+        """NVTX ranges; on HIP, torch maps them to those of ROCm."""
+        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
 
     @contextmanager
     def capture_segments(
@@ -189,91 +122,16 @@ class CudaDevice(DeviceAdapter):
         with installed(), watched(segments.sides), segments:
             yield segments
 
-    def _abandon(self, graph: CudaGraph, pool: GraphMemoryPool, handle: Any) -> None:
-        """Gives back what a failed capture had allocated.
-
-        A capture that ended well enough is dropped by `reset`. Where its end failed, torch believes that it goes on:
-        the device's allocator can be told otherwise, the allocator of pinned memory cannot, and refuses the handle from
-        then on. Nor does torch take a handle again whose last graph is gone. In both cases the pool goes on with
-        another one; graphs that were captured before keep the old one's memory.
-        """
-        graph.raw.reset()
-        try:
-            torch._C._cuda_endAllocateToPool(self.device.index, handle)
-        except RuntimeError:  # it had ended
-            is_usable = pool.graphs > 0
-        else:
-            torch._C._cuda_releasePool(self.device.index, handle)
-            is_usable = False
-        if not is_usable:
-            pool.renew()
-
-    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
-        """See `DeviceAdapter.weak_outputs`."""
-        spans = [
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == pool.handle
-        ]
-        return [_weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
-
-    def stream(self) -> torch.cuda.Stream:
-        """A stream of torch's pool."""
-        return torch.cuda.Stream(self.device)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """This thread's current stream on the device."""
-        return torch.cuda.current_stream(self.device)
-
-    @contextmanager
-    def stream_context(self, stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
-        """Makes `stream`, and its device, current for the block."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield stream
-
-    def event(self) -> torch.cuda.Event:
-        """An event without timing."""
-        with torch.cuda.device(self.device):
-            return torch.cuda.Event()
-
-    def profiler_ranges(self) -> tuple[Callable[[str], object], Callable[[], object]]:
-        """NVTX ranges; on HIP, torch maps them to those of ROCm."""
-        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
-
-    def synchronize(self) -> None:
-        """Waits for everything launched on the device."""
-        torch.cuda.synchronize(self.device)
-
-    def is_capturing(self) -> bool:
-        """Whether this thread's current stream is being captured."""
-        with torch.cuda.device(self.device):
-            return torch.cuda.is_current_stream_capturing()
-
-    def memory(self) -> DeviceMemory:
-        """The caching allocator's figures, and the driver's."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(
-            allocated=torch.cuda.memory_allocated(self.device),
-            reserved=torch.cuda.memory_reserved(self.device),
-            free=free,
-            total=total,
-        )
-
-    def empty_cache(self) -> None:
-        """Gives cached blocks back to the driver, so that a graph's pool can have them."""
-        with torch.cuda.device(self.device):
-            torch.cuda.empty_cache()
-
-
-def _weak(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    metadata = {
-        "size": tensor.shape,
-        "stride": tensor.stride(),
-        "storage_offset": tensor.storage_offset(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-    }
-    # ADDRESS: the memory is the pool's, and the pool lives as long as the graph that writes it.
-    weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)
+    def weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `AcceleratorDevice.weak_tensor`; in one call of torch, without an empty tensor first."""
+        storage = tensor.untyped_storage()
+        metadata = {
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "storage_offset": tensor.storage_offset(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+        }
+        # ADDRESS: see there.
+        weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)

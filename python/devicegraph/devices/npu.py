@@ -17,37 +17,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from devicegraph.devices import (
-    Availability,
-    CaptureErrorMode,
-    DeviceAdapter,
-    DeviceMemory,
-    GraphMemoryPool,
-    UpdatableCall,
-)
+from devicegraph.devices.accelerator import AcceleratorDevice, AcceleratorGraph, first_line, import_error
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, GraphMemoryPool, UpdatableCall
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 #: What torch_npu says when the device has no stream left for another graph; error numbers, and a text of the driver.
 _OUT_OF_STREAMS: Final = ("207005", "207008", "Stream resources are insufficient", "Alloc sq cq fail")
 
 
-class NpuGraph:
-    """One `torch.npu.NPUGraph` and its hold on the pool that its memory is in.
+class NpuGraph(AcceleratorGraph):
+    """One `torch.npu.NPUGraph`, and the memory pool that it anchors."""
 
-    Attributes:
-        raw: torch_npu's graph.
-        is_empty: always False: the device does not tell.
-        replay: launches the graph; the bound method itself, so that a step pays for no wrapper.
-    """
-
-    def __init__(self) -> None:
-        self.raw: Any = _npu().NPUGraph()
-        self.is_empty = False
-        self.replay: Callable[[], None] = self.raw.replay
-        self._release: Callable[[], None] | None = None
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw)
         # ADDRESS: the memory of a pool goes with its anchor, and the pool may have been renewed since the capture. It
         # stands behind the graph, so that it also goes after it.
         self._anchor: Any = None
@@ -79,30 +64,25 @@ class NpuGraph:
 
     def keep(self, pool: GraphMemoryPool) -> None:
         """Counts a finished capture on its pool."""
-        self._anchor, self._release = pool.handle, pool.hold()
+        self._anchor = pool.handle
+        super().keep(pool)
 
     def reset(self) -> None:
         """Drops the recording."""
-        self.raw.reset()
-        if self._release is not None:
-            self._release()
+        super().reset()
         self._anchor = None
 
 
-class NpuDevice(DeviceAdapter):
+class NpuDevice(AcceleratorDevice):
     """An Ascend NPU."""
 
     type: ClassVar[str] = "npu"
+    package: ClassVar[str | None] = "torch_npu"
+    bindings: ClassVar[str] = "torch_npu._C"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     cache_loc_dtype: ClassVar[torch.dtype] = torch.int32
     #: Of 2048 streams each graph takes one at least, and torch and the communication library have theirs.
     stream_limit: ClassVar[int | None] = 1800
-
-    def __init__(self, device: torch.device) -> None:
-        index = device.index
-        if index is None:  # torch declares an int, and gives None for `npu`
-            index = _npu().current_device()  # type: ignore[unreachable]
-        super().__init__(torch.device("npu", index))
 
     @classmethod
     def availability(cls) -> Availability:
@@ -125,10 +105,14 @@ class NpuDevice(DeviceAdapter):
         with _npu().device(self.device):
             return _npu().MemPool()
 
+    def pool_id(self, handle: Any) -> tuple[int, int]:
+        """See `AcceleratorDevice.pool_id`."""
+        return handle.id  # type: ignore[no-any-return]
+
     def graph(self) -> NpuGraph:
         """An empty graph."""
         with _npu().device(self.device):
-            return NpuGraph()
+            return NpuGraph(_npu().NPUGraph())
 
     @contextmanager
     def capture(
@@ -140,12 +124,7 @@ class NpuDevice(DeviceAdapter):
             CaptureError: `nested-capture`; `out-of-graph-resources` where the device has no stream left.
         """
         npu = _npu()
-        if npu.is_current_stream_capturing():
-            raise CaptureError(
-                "a capture was begun inside another capture of this thread",
-                code="nested-capture",
-                hint="capture one graph after the other",
-            )
+        self.check_not_nested()
         with npu.device(self.device):
             before, depth = npu.current_stream(), len(_get_current_dispatch_mode_stack())
             handle = pool.handle
@@ -184,12 +163,12 @@ class NpuDevice(DeviceAdapter):
             for mode in reversed(_get_current_dispatch_mode_stack()[depth:]):
                 mode.__exit__(None, None, None)
             _npu().set_stream(stream)
-            self._abandon(graph, pool, handle, held)
+            self._give_back(graph, pool, handle, held)
             if isinstance(error, RuntimeError) and _is_out_of_streams(error):
                 raise _out_of_streams(error) from error
             raise
 
-    def _abandon(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any, held: int) -> None:
+    def _give_back(self, graph: NpuGraph, pool: GraphMemoryPool, handle: Any, held: int) -> None:
         """Gives back what a failed capture had allocated.
 
         torch_npu does so for a capture that ended well. Where the end failed, the graph's hold on the pool stays for
@@ -201,25 +180,19 @@ class NpuDevice(DeviceAdapter):
             handle: the pool's at that time.
             held: how many held the pool before the capture.
         """
-        binding = importlib.import_module("torch_npu._C")
         graph.raw.reset()
         with contextlib.suppress(RuntimeError):  # it has ended, unless the capture could not even begin
-            binding._npu_endAllocateToPool(self.device.index, handle.id)
+            self.binding("endAllocateToPool")(self.device.index, handle.id)
             # The allocator of pinned memory cannot be told, and refuses the handle from now on. Graphs that were
             # captured before keep what they have.
             pool.renew()
         for _ in range(handle.use_count() - held):
-            binding._npu_releasePool(self.device.index, handle.id)
+            self.binding("releasePool")(self.device.index, handle.id)
 
-    def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
-        """See `DeviceAdapter.weak_outputs`."""
-        spans = [
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in _npu().memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == tuple(pool.handle.id)
-        ]
-        weak = importlib.import_module("torch_npu._C")._weak_ref_tensor
-        return [weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
+    def weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `AcceleratorDevice.weak_tensor`. A storage of torch_npu cannot be made by torch."""
+        weak: torch.Tensor = importlib.import_module(self.bindings)._weak_ref_tensor(tensor)
+        return weak
 
     def stream(self) -> Any:
         """A stream of torch_npu's pool, which hands the same few out again and again, but not the one for updates.
@@ -231,45 +204,6 @@ class NpuDevice(DeviceAdapter):
             stream = _npu().Stream(device=self.device)
             if stream != reserved:
                 return stream
-
-    def current_stream(self) -> Any:
-        """This thread's current stream on the device."""
-        return _npu().current_stream(self.device)
-
-    @contextmanager
-    def stream_context(self, stream: Any) -> Iterator[Any]:
-        """Makes `stream`, and its device, current for the block."""
-        with _npu().device(self.device), _npu().stream(stream):
-            yield stream
-
-    def event(self) -> Any:
-        """An event without timing."""
-        with _npu().device(self.device):
-            return _npu().Event()
-
-    def synchronize(self) -> None:
-        """Waits for everything launched on the device."""
-        _npu().synchronize(self.device)
-
-    def is_capturing(self) -> bool:
-        """Whether this thread's current stream is being captured."""
-        with _npu().device(self.device):
-            return bool(_npu().is_current_stream_capturing())
-
-    def memory(self) -> DeviceMemory:
-        """The caching allocator's figures, and the driver's."""
-        free, total = _npu().mem_get_info(self.device)
-        return DeviceMemory(
-            allocated=_npu().memory_allocated(self.device),
-            reserved=_npu().memory_reserved(self.device),
-            free=free,
-            total=total,
-        )
-
-    def empty_cache(self) -> None:
-        """Gives cached blocks back to the driver, so that a graph's pool can have them."""
-        with _npu().device(self.device):
-            _npu().empty_cache()
 
 
 def _call(record: Any) -> UpdatableCall:
@@ -333,11 +267,9 @@ def _load() -> Availability:
                 f"torch_npu {version} is for torch {_minor(version)}, and this is torch {torch.__version__}",
                 install,
             )
-    try:
-        importlib.import_module("torch_npu")
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return Availability(False, f"torch_npu cannot be loaded: {reason}", _advice(error))
+    error = import_error("torch_npu")
+    if error is not None:
+        return Availability(False, f"torch_npu cannot be loaded: {first_line(error)}", _advice(error))
     return Availability(True)
 
 

@@ -58,7 +58,7 @@ def check_backend(
         ValueError: `clauses` is a string, or names a clause that there is not.
         BackendError: `unknown-device`, or `device-not-available` with the reason; see `get_device_adapter`.
     """
-    subject = Subject(make_backend, get_device_adapter(device).device)
+    subject = Subject(make_backend, get_device_adapter(device))
     names = _checked_names(clauses)
     with _neutral_modes(), also_split_at(ATTENTION):
         for name in names:

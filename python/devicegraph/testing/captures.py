@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from devicegraph.backends.breaks import batch_in_use
-from devicegraph.devices import CAPTURE_ERROR_MODES, get_device_adapter
+from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE
 from devicegraph.errors import BackendError
 from devicegraph.testing.expectations import expect, expect_equal, expect_raises, expect_same
 from devicegraph.testing.stage import PHASE, Stage, on_host
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def constructor(subject: Subject) -> None:
     """It is made from an adapter and a phase, all else by default or by keyword, and refuses an unknown error mode."""
-    adapter = get_device_adapter(subject.device)
+    adapter = subject.adapter
     backend = subject.make_backend(adapter, phase="decode")
     expect(bool(backend.name), f"`name` is {backend.name!r}")
     expect_equal("`captured` of a new backend", dict(backend.captured), {})
@@ -113,6 +113,8 @@ def captures_execute_nothing(subject: Subject) -> None:
 def capture_error_mode(subject: Subject) -> None:
     """Every capture is made through the adapter, with the error mode and the pool given and the session's stream."""
     modes: tuple[CaptureErrorMode, ...] = CAPTURE_ERROR_MODES
+    if not subject.adapter.has_capture_error_modes:
+        modes = (DEFAULT_CAPTURE_ERROR_MODE,)
     for mode in modes:
         with Stage(subject, capture_error_mode=mode) as stage:
             with stage.session() as stream:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from devicegraph.backends.breaks import batch_in_use
-from devicegraph.devices import GraphMemoryPool, get_device_adapter
+from devicegraph.devices import GraphMemoryPool
 from devicegraph.outputs import map_tensors
 from devicegraph.runners.capture_mode import model_capture_mode
 from devicegraph.testing.expectations import expect_equal, expect_same
@@ -31,7 +31,7 @@ class Subject(NamedTuple):
     """What is checked."""
 
     make_backend: Callable[..., BaseCudaGraphBackend]
-    device: torch.device
+    adapter: DeviceAdapter
 
 
 class CaptureArguments(NamedTuple):
@@ -76,7 +76,7 @@ class Stage:
     ) -> None:
         self.log: list[str] = []
         self.captures: list[CaptureArguments] = []
-        self.adapter = get_device_adapter(subject.device)
+        self.adapter = subject.adapter
         self.pool = GraphMemoryPool(self.adapter) if pool is None else pool
         self.backend = subject.make_backend(
             watched(self.adapter, self.log, self.captures),
