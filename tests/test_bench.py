@@ -122,6 +122,15 @@ def test_the_parts_of_a_step_are_its_own_and_do_what_the_step_does() -> None:
             assert pieces["extract"]().input_ids.data_ptr() != batch.input_ids.data_ptr()
 
 
+def test_shared_executables_are_measured_beside_the_others() -> None:
+    with torch.no_grad():
+        notes: list[str] = []
+        engine = step.engine_on(torch.device("cpu"), TINY)
+        ((table, line),) = memory.measure_sharing("tiny", engine, dg.get_device_adapter("cpu"), notes)
+    assert (line["model"], line["graphs"], len(table.rows)) == ("tiny, shared executables", 3, 3)
+    assert notes[0].startswith("tiny, shared executables: 0.0")
+
+
 def test_what_an_engine_keeps_of_a_capture_shows_as_held_memory() -> None:
     class Hoards(step.StepEngine):
         """Keeps the hidden states of every forward."""

@@ -117,7 +117,8 @@ class BaseCudaGraphBackend(ABC):
         """Makes `stream`, or this thread's capture stream, current for a series of captures and yields it.
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
-        after sees what the warm-ups wrote.
+        after sees what the warm-ups wrote. What the warm-ups left in the allocator's cache is given back at the end:
+        it is the capture stream's, and nobody else's tensors could use it.
         """
         self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
@@ -127,6 +128,7 @@ class BaseCudaGraphBackend(ABC):
                 yield self._stream
             finally:
                 self.adapter.synchronize()
+                self.adapter.empty_cache()
 
     @abstractmethod
     def capture_one(
@@ -214,6 +216,9 @@ class BaseCudaGraphBackend(ABC):
             output = forward_fn()
             if post_warmup_hook is not None:
                 post_warmup_hook()
+        if not self.captured:
+            # A capture cannot take what lies in the allocator's cache. The first one, of the largest size, needs most.
+            self.adapter.empty_cache()
         self.adapter.synchronize()
         return output
 

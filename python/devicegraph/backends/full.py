@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
+
 from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.devices.executables import SharedExecutables, random_state
 from devicegraph.outputs import replace_tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -25,13 +28,29 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
 
     Outputs are held weakly: their memory is the pool's, later captures may use it, and a replay writes it anew. Nothing
     is copied, and a list of buckets takes little more memory than its largest one.
+
+    Args:
+        share_executables: let graphs of one form take turns on one executable, which saves the memory of the others
+            (about 7 MiB each for a decoder of 28 layers on CUDA) and costs an update whenever another graph is replayed
+            than the time before (about 1 to 2 ms there). For engines that are bound by memory and stay on few buckets.
+            Each graph is launched once more when it is captured, to check its outputs; `executables` says what came of
+            it.
+
+    The other arguments are those of `BaseCudaGraphBackend`.
+
+    Raises:
+        BackendError: `executables-fixed` where the device or this torch cannot share them.
     """
 
     name: ClassVar[str] = "full"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, share_executables: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._captured: dict[Hashable, _Captured] = {}
+        #: Who shares which executable; None without `share_executables`.
+        self.executables = SharedExecutables() if share_executables else None
+        if share_executables:
+            self.adapter.updatable_graph()  # a device that has none says so here
 
     @property
     def captured(self) -> dict[Hashable, _Captured]:
@@ -47,20 +66,36 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     ) -> Any:
         """See `BaseCudaGraphBackend.capture_one`."""
         self.discard(shape_key)
-        graph = self.adapter.graph()
+        graph: Any = self.adapter.graph() if self.executables is None else self.adapter.updatable_graph()
         try:
-            self._warm_up(forward_fn, post_warmup_hook)
+            warmed = self._warm_up_to_check(forward_fn, post_warmup_hook)
             with self.adapter.capture(
                 graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
             ):
                 output = forward_fn()
-            weak = self.adapter.weak_outputs(tensors_of(output), self.graph_pool)
+            tensors = tensors_of(output)
+            weak = self.adapter.weak_outputs(tensors, self.graph_pool)
+            if self.executables is not None:
+                in_pool = not any(mine is its for mine, its in zip(weak, tensors, strict=True))
+                graph = self.executables.place(shape_key, graph, weak, warmed if in_pool else ())
         except Exception as error:
             graph.reset()
             raise capture_failed(self.phase, shape_key, error) from error
         output = replace_tensors(output, weak)
         self._captured[shape_key] = _Captured(graph, output, capture_inputs)
         return output
+
+    def _warm_up_to_check(
+        self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None
+    ) -> list[torch.Tensor]:
+        """Warms up; the tensors of the output where they are to be compared with the graph's, else none."""
+        if self.executables is None:
+            self._warm_up(forward_fn, post_warmup_hook)
+            return []
+        before = random_state(self.adapter.device)
+        warmed = tensors_of(self._warm_up(forward_fn, post_warmup_hook))
+        # What is drawn differs each time; and a replay advances the generator by what its executable's own graph drew.
+        return warmed if torch.equal(before, random_state(self.adapter.device)) else []
 
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """See `BaseCudaGraphBackend.replay`."""
@@ -78,6 +113,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         """Waits for the device, then drops every graph; see `BaseCudaGraphBackend.cleanup`."""
         if self._captured:
             self.adapter.synchronize()
-        for captured in self._captured.values():
+        # The latest first: a graph whose executable others share would have to hand it on.
+        for captured in reversed(self._captured.values()):
             captured.graph.reset()
         self._captured.clear()

@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=_positive, help="how often every way takes its turn")
     parser.add_argument("--small", action="store_true", help="tiny models, few rounds: to see that all of it runs")
     parser.add_argument("--launches", action="store_true", help="count what each fill launches, too (fill, on a GPU)")
+    parser.add_argument("--share-executables", action="store_true", help="with shared executables, too (memory)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="write the result there as text and as JSON, too")
 
@@ -79,7 +80,7 @@ def measure(arguments: argparse.Namespace, *, peers: dict[str, Peer] | None = No
     ways: dict[str, Callable[[], Result]] = {
         "fill": lambda: fill.measure(adapter, small=small, count=arguments.launches, rounds=rounds, peers=peers),
         "step": lambda: step.measure(adapter, small=small, rounds=rounds),
-        "memory": lambda: memory.measure(adapter, small=small),
+        "memory": lambda: memory.measure(adapter, small=small, share=arguments.share_executables),
         "capture": lambda: capture.measure(adapter, small=small, rounds=rounds),
         "start": lambda: start.measure(adapter, small=small, rounds=rounds),
     }

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from devicegraph.backends import backend_class
 from devicegraph.bench.decoder import TINY, Shape
 from devicegraph.bench.measuring import Result, Table
 from devicegraph.bench.step import StepEngine, engine_on, runner_of
 from devicegraph.buckets import decode_buckets
+from devicegraph.devices import GraphMemoryPool
+from devicegraph.errors import BackendError
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.devices import DeviceAdapter, DeviceMemory
-
-    #: Makes the backend to capture with, where it is not the configuration's.
-    MakeBackend = Callable[[], BaseCudaGraphBackend]
 
 MIB: Final = 2**20
 #: The 28-layer model with 36 buckets, as it decodes for most models, and as some sample: many tokens, in float32.
@@ -87,14 +85,29 @@ def capture_each(
     return rows
 
 
+def measure_sharing(
+    title: str, engine: StepEngine, adapter: DeviceAdapter, notes: list[str]
+) -> list[tuple[Table, dict[str, Any]]]:
+    """`measure_shape` with shared executables, where the device has them."""
+    make: Any = backend_class(adapter.type, "full")
+    try:
+        backend = make(adapter, phase="decode", graph_pool=GraphMemoryPool(adapter), share_executables=True)
+    except BackendError as error:
+        notes.append(f"shared executables are left out: {error.message}")
+        return []
+    measured = measure_shape(f"{title}, shared executables", engine, notes, backend)
+    notes.append(f"{title}, shared executables: {backend.executables.seconds_per_switch or 0:.5f} s for each switch")
+    return [measured]
+
+
 def measure_shape(
-    title: str, engine: StepEngine, notes: list[str], make_backend: MakeBackend | None = None
+    title: str, engine: StepEngine, notes: list[str], backend: BaseCudaGraphBackend | None = None
 ) -> tuple[Table, dict[str, Any]]:
     """The table of bytes by bucket of an engine, and the line that sums it up."""
     sizes = sorted(engine.buckets, reverse=True)
     capture_each(engine, sizes[:1])  # what libraries keep for a stream is there from now on
     alone = capture_each(engine, sizes[:1])[0]
-    rows = capture_each(engine, sizes, make_backend() if make_backend is not None else None)
+    rows = capture_each(engine, sizes, backend)
     reserved = sum(row["reserved"] for row in rows)
     outputs = sum(row["output"] for row in rows)
     beside = None if rows[0]["beside"] is None else sum(row["beside"] for row in rows)
@@ -124,11 +137,12 @@ def measure_shape(
     return table, summary
 
 
-def measure(adapter: DeviceAdapter, *, small: bool = False) -> Result:
+def measure(adapter: DeviceAdapter, *, small: bool = False, share: bool = False) -> Result:
     """All models.
 
     Args:
         adapter: the device.
+        share: measure each with shared executables, too.
         small: tiny models with few buckets: to see that all of it runs.
     """
     result = Result("memory", str(adapter.device))
@@ -137,8 +151,12 @@ def measure(adapter: DeviceAdapter, *, small: bool = False) -> Result:
     shapes = SMALL_SHAPES if small or adapter.type == "cpu" else SHAPES
     for title, shape in shapes.items():
         with freeze_gc():
-            table, line = measure_shape(title, engine_on(adapter.device, shape), result.notes)
-        tables.append(table)
-        summary.rows.append(line)
+            engine = engine_on(adapter.device, shape)
+            measured = [measure_shape(title, engine, result.notes)]
+            if share:
+                measured += measure_sharing(title, engine, adapter, result.notes)
+        tables += [table for table, _ in measured]
+        summary.rows += [line for _, line in measured]
+        del engine  # and its model, before the next one is made
     result.tables = [summary, *tables]
     return result

@@ -70,7 +70,7 @@ def runner_of(engine: StepEngine, **options: Any) -> DecodeCudaGraphRunner:
         registry=build_decode_registry(
             device=engine.device, max_bs=maximum, max_num_token=maximum, seq_len_fill_value=1
         ),
-        graph_pool=GraphMemoryPool(get_device_adapter(engine.device)),
+        graph_pool=None if "backend" in options else GraphMemoryPool(get_device_adapter(engine.device)),
         on_error="raise",
         progress=lambda _: None,
         **options,

@@ -252,6 +252,18 @@ class DeviceAdapter(ABC):
     def graph(self) -> DeviceGraph:
         """An empty graph, for `capture` to fill once."""
 
+    def updatable_graph(self) -> Any:
+        """An empty graph that can share an executable; see `devices.executables`.
+
+        Raises:
+            BackendError: `executables-fixed`: the device or this torch has none.
+        """
+        raise BackendError(
+            f"graphs of device `{self.type}` cannot share executables",
+            code="executables-fixed",
+            hint="leave `share_executables` out",
+        )
+
     @abstractmethod
     def capture(
         self, graph: Any, *, pool: GraphMemoryPool, stream: Any, capture_error_mode: CaptureErrorMode

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from devicegraph import _core
 from devicegraph.devices import (
     Availability,
     CaptureErrorMode,
@@ -18,17 +20,25 @@ from devicegraph.devices import (
     GraphMemoryPool,
 )
 from devicegraph.devices.cuda_streams import SideStreams, installed, watched
-from devicegraph.errors import CaptureError
+from devicegraph.errors import BackendError, CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
+#: What makes a snapshot of the allocator one of a pool alone, where this torch can: all of an engine's memory is long.
+_SNAPSHOT: dict[str, Any] = {
+    name: value
+    for name, value in (("mempool_id", None), ("include_traces", False))
+    if name in inspect.signature(torch.cuda.memory_snapshot).parameters
+}
+
+
 class CudaGraph:
     """One `torch.cuda.CUDAGraph` and its hold on the pool that its memory is in."""
 
-    def __init__(self) -> None:
-        self.raw: Any = torch.cuda.CUDAGraph()
+    def __init__(self, raw: Any = None) -> None:
+        self.raw: Any = torch.cuda.CUDAGraph() if raw is None else raw
         #: Whether nothing was recorded.
         self.is_empty = False
         self._release: Callable[[], None] | None = None
@@ -52,6 +62,32 @@ class CudaGraph:
         self.raw.reset()
         if self._release is not None:
             self._release()
+
+
+class UpdatableCudaGraph(CudaGraph):
+    """A recording that torch keeps, for an executable that the driver updates.
+
+    Args:
+        driver: has `graph_exec_update(executable, graph)`, which says whether the graph has the executable's form.
+        raw: torch's graph, made with `keep_graph`.
+    """
+
+    def __init__(self, driver: Any, raw: Any) -> None:
+        super().__init__(raw)
+        self._driver = driver
+
+    def instantiate(self) -> None:
+        """See `UpdatableGraph`."""
+        self.raw.instantiate()
+
+    def launch(self) -> None:
+        """See `UpdatableGraph`. Launches that are queued keep what the executable did when they were made."""
+        self.raw.replay()
+
+    def update(self, recorded: UpdatableCudaGraph) -> bool:
+        """See `UpdatableGraph`."""
+        executable, graph = self.raw.raw_cuda_graph_exec(), recorded.raw.raw_cuda_graph()
+        return bool(self._driver.graph_exec_update(executable, graph))
 
 
 class _Segments(CaptureSegments):
@@ -108,6 +144,23 @@ class CudaDevice(DeviceAdapter):
         """An empty graph."""
         with torch.cuda.device(self.device):
             return CudaGraph()
+
+    def updatable_graph(self) -> UpdatableCudaGraph:
+        """An empty graph that can share an executable; see `DeviceAdapter.updatable_graph`."""
+        missing = None
+        make_driver: Any = getattr(_core, "cuda_driver", None)
+        if torch.version.hip is not None or make_driver is None:
+            missing = "the CUDA driver is not called on this platform"
+        elif not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
+            missing = f"torch {torch.__version__} does not show the executables of its graphs"
+        if missing is not None:
+            raise BackendError(
+                f"graphs cannot share executables: {missing}",
+                code="executables-fixed",
+                hint="leave `share_executables` out",
+            )
+        with torch.cuda.device(self.device):
+            return UpdatableCudaGraph(make_driver(), torch.cuda.CUDAGraph(keep_graph=True))
 
     @contextmanager
     def capture(
@@ -184,9 +237,10 @@ class CudaDevice(DeviceAdapter):
 
     def weak_outputs(self, tensors: Sequence[torch.Tensor], pool: GraphMemoryPool) -> list[torch.Tensor]:
         """See `DeviceAdapter.weak_outputs`."""
+        options = {name: pool.handle if name == "mempool_id" else value for name, value in _SNAPSHOT.items()}
         spans = [
             (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
+            for segment in torch.cuda.memory_snapshot(**options)
             if tuple(segment["segment_pool_id"]) == pool.handle
         ]
         return [_weak(t) if any(a <= t.data_ptr() < b for a, b in spans) else t for t in tensors]
@@ -222,12 +276,12 @@ class CudaDevice(DeviceAdapter):
     def memory(self) -> DeviceMemory:
         """The caching allocator's figures, and the driver's."""
         free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(
-            allocated=torch.cuda.memory_allocated(self.device),
-            reserved=torch.cuda.memory_reserved(self.device),
-            free=free,
-            total=total,
+        # One reading for both figures; the flat form of it takes longer than the reading itself.
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated, reserved = (
+            stats.get(figure, {}).get("all", {}).get("current", 0) for figure in ("allocated_bytes", "reserved_bytes")
         )
+        return DeviceMemory(allocated=allocated, reserved=reserved, free=free, total=total)
 
     def empty_cache(self) -> None:
         """Gives cached blocks back to the driver, so that a graph's pool can have them."""
