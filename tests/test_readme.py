@@ -138,7 +138,9 @@ def run_guide(page: str, guide: dict[str, Any]) -> None:
         exec(compile(source, page, "exec"), guide)
 
 
-@pytest.mark.parametrize("page", ["docs/breaks.md", "docs/embedding.md", "docs/slots.md", "docs/writing-a-backend.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/breaks.md", "docs/embedding.md", "docs/memory.md", "docs/slots.md", "docs/writing-a-backend.md"]
+)
 def test_the_code_of_a_guide_runs_from_top_to_bottom(page: str, guide: dict[str, Any]) -> None:
     run_guide(page, guide)
 

@@ -161,9 +161,12 @@ def registries(
         return
     for executor in EXECUTORS:
         try:
-            yield executor, registry_of(fields, case, device, executor=executor)
+            registry = registry_of(fields, case, device, executor=executor)
+            registry.fill_from({}, raw_bs=0, padded_bs=1, raw_num_tokens=0, padded_num_tokens=1)
         except DeviceGraphError as error:
             yield executor, error
+        else:
+            yield executor, registry
 
 
 def by_registry(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], case: Case) -> Callable[[], None]:

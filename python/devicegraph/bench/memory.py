@@ -105,7 +105,7 @@ def measure_shape(
 ) -> tuple[Table, dict[str, Any]]:
     """The table of bytes by bucket of an engine, and the line that sums it up."""
     sizes = sorted(engine.buckets, reverse=True)
-    capture_each(engine, sizes[:1])  # what libraries keep for a stream is there from now on
+    capture_each(engine, sizes)  # kernels are loaded from now on, and what libraries keep for a stream is there
     alone = capture_each(engine, sizes[:1])[0]
     rows = capture_each(engine, sizes, backend)
     reserved = sum(row["reserved"] for row in rows)

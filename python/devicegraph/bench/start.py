@@ -60,7 +60,7 @@ def plan_of(adapter: DeviceAdapter) -> Callable[[], Any]:
     where = str(adapter.device)
     described: list[Any] = []
     for field in fields_of(case):
-        shape = list(field.shape(case.raw_bs, case.raw_num_tokens))
+        shape = field.shape(case.raw_bs, case.raw_num_tokens)
         described.append(("int64", shape, "cpu" if field.is_host else where, True))
     return lambda: planner.plan(described, **case.sizes(), unread=False)
 

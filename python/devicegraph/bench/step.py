@@ -57,7 +57,8 @@ class StepEngine(DecodeEngine):
 def engine_on(device: torch.device, shape: Shape, kind: type[StepEngine] = StepEngine) -> StepEngine:
     """An engine with a model of its own, with random weights in bfloat16."""
     torch.manual_seed(0)
-    model = Decoder(shape).to(device, torch.bfloat16).requires_grad_(False)
+    with device:  # drawing half a billion numbers on the host takes longer than to measure anything
+        model = Decoder(shape).to(torch.bfloat16).requires_grad_(False)
     return kind(shape, model, Cache(shape, device), attend)
 
 
@@ -109,6 +110,7 @@ def measure_engine(
     parts = Table(f"{title}: where the host's time goes, us")
     with runner_of(engine) as runner:
         runner.capture()
+        steps.title += f"; fills by `{getattr(runner.buffer_registry, 'executor', 'foreach')}`"
         for size in engine.buckets:
             batch = engine.batch(size, seed=1)
             runner.run(batch)
