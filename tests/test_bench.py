@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TABLES = {
-    "fill": ["8 slots", "16 slots", "7 slots from host memory"],
+    "fill": ["8 slots", "16 slots", "7 slots from host memory", "8 slots in a bucket of 512"],
     "step": [
         "a graph of a few kernels",
         "a graph of a few kernels: where",
@@ -40,6 +40,8 @@ def test_each_benchmark_runs_and_writes_what_it_prints(
     printed = capsys.readouterr().out
     assert (tmp_path / f"{name}.txt").read_text(encoding="utf-8") == printed
     data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    cases = [table["case"] for table in data["tables"] if table["case"]]
+    assert len(cases) == {"fill": 2, "memory": 2}.get(name, 0)
     assert data["versions"]["torch"] == torch.__version__
     for wanted, table in zip(TABLES[name], data["tables"], strict=True):
         assert table["title"].startswith(wanted)

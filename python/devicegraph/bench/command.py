@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from devicegraph.commands.arguments import positive_integer
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds what every benchmark takes."""
     parser.add_argument("--device", help="what to measure on, such as cuda:1 or cpu (default: a GPU if there is one)")
-    parser.add_argument("--rounds", type=_positive, help="how often every way takes its turn")
+    parser.add_argument("--rounds", type=positive_integer, help="how often every way takes its turn")
     parser.add_argument("--small", action="store_true", help="tiny models, few rounds: to see that all of it runs")
     parser.add_argument("--launches", action="store_true", help="count what each fill launches, too (fill, on a GPU)")
     parser.add_argument("--share-executables", action="store_true", help="with shared executables, too (memory)")
@@ -85,13 +87,3 @@ def measure(arguments: argparse.Namespace, *, peers: dict[str, Peer] | None = No
         "start": lambda: start.measure(adapter, small=small, rounds=rounds),
     }
     return ways[arguments.benchmark]()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "positive integer"  # argparse names the type in its message

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -123,7 +124,14 @@ def fields_of(case: Case) -> list[Field]:
     return [*USUAL, *extra]
 
 
-def registry_of(fields: Sequence[Field], case: Case, device: torch.device, **options: Any) -> CudaGraphBufferRegistry:
+def registry_of(
+    fields: Sequence[Field],
+    case: Case,
+    device: torch.device,
+    *,
+    source_device: Literal["cpu"] | None = None,
+    **options: Any,
+) -> CudaGraphBufferRegistry:
     """This package's registry of these slots."""
     registry = CudaGraphBufferRegistry(device=device, max_bs=512, max_num_tokens=max(512, case.num_tokens), **options)
     for field in fields:
@@ -137,6 +145,7 @@ def registry_of(fields: Sequence[Field], case: Case, device: torch.device, **opt
                 padding_policy=field.policy,
                 pad_value=field.pad_value,
                 slice_fn=(lambda buffer, size: buffer[:, :size]) if field.is_planes else None,
+                source_device=source_device,
             )
         )
     return registry
@@ -270,7 +279,8 @@ def measure_case(
             {name: partial(device_microseconds, step, few) for name, step in ways.items()},
             max(rounds // 3, 1),
         )
-    table = Table(f"{case.slots} slots, bucket of {case.bs} requests and {case.num_tokens} tokens")
+    title = f"{case.slots} slots, bucket of {case.bs} requests and {case.num_tokens} tokens"
+    table = Table(title, case={"slots": case.slots, "requests": case.bs, "tokens": case.num_tokens})
     for name, median, ratio in rows_of(times, next(iter(ways))):
         row: dict[str, Any] = {"way": name, "host us": median, "ratio to the first": ratio}
         if on_device:
@@ -290,20 +300,7 @@ def measure_host_sources(adapter: DeviceAdapter, rounds: int, steps: int) -> Tab
         field.name: torch.randint(1, 1000, field.shape(case.raw_bs, case.raw_num_tokens), pin_memory=is_cuda)
         for field in fields
     }
-    registry = CudaGraphBufferRegistry(device=device, max_bs=64, max_num_tokens=64)
-    for field in fields:
-        registry.register_slot(
-            GraphSlot(
-                field.name,
-                field.shape,
-                torch.int64,
-                axis=field.axis,
-                padding_policy=field.policy,
-                pad_value=field.pad_value,
-                slice_fn=(lambda buffer, size: buffer[:, :size]) if field.is_planes else None,
-                source_device="cpu",
-            )
-        )
+    registry = registry_of(fields, case, device, source_device="cpu")
     numbers = sum(source.numel() for source in batch.values())
     packed = torch.zeros(numbers, dtype=torch.int64, pin_memory=is_cuda)
     target = torch.zeros(numbers, dtype=torch.int64, device=device)
@@ -319,6 +316,43 @@ def measure_host_sources(adapter: DeviceAdapter, rounds: int, steps: int) -> Tab
     table.rows = [
         {"way": name, "host us": median, "ratio to the first": ratio}
         for name, median, ratio in rows_of(times, "one copy")
+    ]
+    return table
+
+
+def _call_next(turns: Iterator[Callable[[], None]]) -> None:
+    next(turns)()
+
+
+def measure_sizes(adapter: DeviceAdapter, rounds: int, steps: int, counts: Sequence[int]) -> Table:
+    """Eight slots filled for so many live sizes in turn, as traffic has them, against one size over and over.
+
+    All of them are in one bucket, so that what differs is what is looked up, and not what is copied.
+    """
+    case, device = Case(8, 512, 512), adapter.device
+    ways: dict[str, Callable[[], Any]] = {}
+    for count in counts:
+        fields = fields_of(case)
+        registry = registry_of(fields, case, device)
+        calls = []
+        for live in range(512, 512 - count, -1):
+            batch = {
+                field.name: torch.ones(
+                    field.shape(live, live), dtype=torch.int64, device="cpu" if field.is_host else device
+                )
+                for field in fields
+            }
+            sizes = {"raw_bs": live, "padded_bs": 512, "raw_num_tokens": live, "padded_num_tokens": 512}
+            calls.append(partial(registry.fill_from, batch, **sizes))
+        turns = cycle(calls)
+        for call in calls:
+            call()
+        ways[f"live sizes: {count}"] = partial(_call_next, turns)
+    times = take_turns({name: partial(host_microseconds, adapter, way, steps) for name, way in ways.items()}, rounds)
+    table = Table("8 slots in a bucket of 512, by how many live sizes take turns")
+    table.rows = [
+        {"way": name, "host us": median, "ratio to the first": ratio}
+        for name, median, ratio in rows_of(times, next(iter(ways)))
     ]
     return table
 
@@ -348,7 +382,11 @@ def measure(
             tables[case] = measure_case(
                 case, adapter, rounds, steps, peers=peers or {}, count=count, notes=result.notes
             )
-        result.tables = [*tables.values(), measure_host_sources(adapter, rounds, steps)]
+        result.tables = [
+            *tables.values(),
+            measure_host_sources(adapter, rounds, steps),
+            measure_sizes(adapter, rounds, steps, (1, 4) if small else (1, 8, 64, 512)),
+        ]
     by_slots = {case.slots: table for case, table in tables.items() if (case.bs, case.num_tokens) == (64, 64)}
     if len(by_slots) > 1:
         least, most = min(by_slots), max(by_slots)

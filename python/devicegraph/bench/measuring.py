@@ -135,10 +135,17 @@ def lone_microseconds(adapter: DeviceAdapter, step: Callable[[], Any], steps: in
 
 @dataclass
 class Table:
-    """Rows of the same columns; printing it aligns them."""
+    """Rows of the same columns; printing it aligns them.
+
+    Attributes:
+        title: what is in it, for people.
+        rows: what it says, by column.
+        case: what all rows have in common, for programs.
+    """
 
     title: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    case: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -183,7 +190,9 @@ class Result:
         return {
             "benchmark": self.name,
             **about(self.device),
-            "tables": [{"title": t.title, "rows": [_plain_row(row) for row in t.rows]} for t in self.tables],
+            "tables": [
+                {"title": t.title, "case": t.case, "rows": [_plain_row(row) for row in t.rows]} for t in self.tables
+            ],
             "notes": self.notes,
         }
 

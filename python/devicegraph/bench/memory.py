@@ -123,7 +123,7 @@ def measure_shape(
     }
     if reserved > 1.05 * alone["reserved"]:
         notes.append(f"{title}: all graphs hold more than 1.05 times the largest one alone")
-    table = Table(f"{title}: MiB by bucket, in order of capture")
+    table = Table(f"{title}: MiB by bucket, in order of capture", case={"model": title})
     for row in rows:
         table.rows.append(
             {
