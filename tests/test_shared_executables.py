@@ -75,19 +75,89 @@ def test_what_cannot_be_checked_or_draws_or_differs_shares_nothing() -> None:
     assert executables(backend).count == 4
 
 
-def test_an_update_that_does_not_do_what_it_says_is_found_when_the_graph_is_captured() -> None:
-    class Lies(UpdatableTapeGraph):
-        def update(self, recorded: Any) -> bool:
-            return True
+class Lies(UpdatableTapeGraph):
+    """Says that it was updated, and does what it did."""
 
+    def update(self, recorded: Any) -> bool:
+        return True
+
+
+class Idles(UpdatableTapeGraph):
+    """Does nothing any more once it was updated."""
+
+    def update(self, recorded: Any) -> bool:
+        self.launch = lambda: None  # type: ignore[method-assign]
+        return True
+
+
+class Spoils(UpdatableTapeGraph):
+    """Is no longer what it was after an update that failed."""
+
+    def update(self, recorded: UpdatableTapeGraph) -> bool:
+        self._runs = recorded.tape
+        assert self.tape is not None
+        assert recorded.tape is not None
+        return self.tape.operators() == recorded.tape.operators()
+
+
+def sharing_on(graph: type[UpdatableTapeGraph]) -> dg.FullCudaGraphBackend:
     class Device(CpuDevice):
-        def updatable_graph(self) -> Lies:
-            return Lies()
+        def updatable_graph(self) -> UpdatableTapeGraph:
+            return graph()
 
-    backend, x = sharing(Device(torch.device("cpu"))), torch.ones(4)
-    capture(backend, two=lambda: x * 2, three=lambda: x * 3)
-    assert executables(backend).alone == {"three": "its outputs on a shared executable are not those of its warm-up"}
-    assert torch.equal(backend.replay("three", None), x * 3)
+    return sharing(Device(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("graph", "factor"), [(Lies, 3), (Idles, 3), (Idles, 2)])
+def test_an_update_that_does_not_do_what_it_says_is_found_when_the_graph_is_captured(
+    graph: type[UpdatableTapeGraph], factor: int
+) -> None:
+    # The second graph's output lies where the first one's was, and with the factor 2 it is there before the launch.
+    backend, x = sharing_on(graph), torch.ones(4)
+    capture(backend, first=lambda: x * 2, second=lambda: x * factor)
+    assert executables(backend).alone == {"second": "its outputs on a shared executable are not those of its warm-up"}
+    assert torch.equal(backend.replay("second", None), x * factor)
+
+
+def test_an_executable_that_an_update_spoiled_is_updated_again_before_it_is_used() -> None:
+    backend, x = sharing_on(Spoils), torch.ones(4)
+    capture(backend, two=lambda: x * 2, sine=lambda: x.sin())
+    assert torch.equal(backend.replay("two", None), x * 2)
+    assert torch.equal(backend.replay("sine", None), x.sin())
+    assert executables(backend).count == 2
+
+
+def test_an_output_outside_of_the_pool_is_not_written_to_be_checked() -> None:
+    backend, slot = sharing(), torch.arange(4)
+    capture(backend, slot=lambda: slot)
+    assert slot.tolist() == [0, 1, 2, 3]
+    assert executables(backend).alone == {"slot": "its outputs cannot be checked"}
+
+
+def test_dropping_all_graphs_makes_no_executable() -> None:
+    made: list[UpdatableTapeGraph] = []
+
+    class Counts(UpdatableTapeGraph):
+        def instantiate(self) -> None:
+            made.append(self)
+            super().instantiate()
+
+    backend, x = sharing_on(Counts), torch.ones(4)
+    capture(backend, two=lambda: x * 2, three=lambda: x * 3, four=lambda: x * 4)
+    assert len(made) == 1
+    backend.cleanup()
+    assert len(made) == 1
+
+
+def test_a_graph_that_draws_what_its_output_does_not_show_shares_nothing() -> None:
+    backend, x = sharing(), torch.ones(4)
+
+    def draws() -> torch.Tensor:
+        torch.rand(4)
+        return x * 2
+
+    capture(backend, one=draws, two=draws)
+    assert executables(backend).count == 2
 
 
 def test_an_executable_goes_on_when_the_graph_that_it_was_made_of_is_dropped_or_captured_anew() -> None:
