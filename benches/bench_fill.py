@@ -75,6 +75,11 @@ def peer(module: Any) -> fill.Peer:
             )
             registry.register_slot(slot)
         forward_batch, sizes = SimpleNamespace(**batch), case.sizes()
+        registry.fill_from(forward_batch, **sizes)
+        for field in fields:
+            filled, source = registry.get_slot(field.name).buffer, batch[field.name]
+            if not torch.equal(filled[..., : source.shape[-1]], source):
+                raise SystemExit(f"nothing is timed, since the peer's `{field.name}` is wrong")
         return lambda: registry.fill_from(forward_batch, **sizes)
 
     return way
