@@ -43,20 +43,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import devicegraph as dg
-from decoder import (
-    ATTEND,
-    SMALL,
-    Batch,
-    Cache,
-    DecodeEngine,
-    Decoder,
-    Engine,
-    PrefillEngine,
-    Shape,
-    attend,
-    attend_nothing,
-)
+from decoder import ATTEND, PrefillEngine, attend_nothing
 from devicegraph.backends.breaks import batch_in_use
+from devicegraph.bench.decoder import SMALL, Batch, Cache, DecodeEngine, Decoder, Engine, Shape, attend
 from forms import FORMS, MARKS, META, Form, fill, find_package, meta_form, package_form
 
 if TYPE_CHECKING:

@@ -1,131 +1,98 @@
-"""What a fill costs on the host, as ratios measured in one run.
+"""`devicegraph bench fill` with a peer: the registry of SGLang, where its package or its files are at hand.
 
-    python benches/bench_fill.py [--device cuda] [--rounds 30]
+    python benches/bench_fill.py [--sglang FOLDER] [options of `devicegraph bench fill`]
 
-Three ways to do the same step of a decode batch (eight slots, `[3, T]` positions and lengths on the host among them,
-100 live rows in a bucket of 128):
-
-- `fill_from`: the registry, checks included;
-- `copy_` by field: what a runner writes by hand: a copy for each field, a call for each tail;
-- bare grouped copy: one `torch._foreach_copy_` of the same-dtype rows for each device, with all views made beforehand:
-  no checks, no padding, nothing looked up. It is the floor of anything that ends in that call.
-
-The ways take turns in every round, so that a noisy machine is noisy for all of them. The last column is the median of
-the rounds' ratios, with the quartiles as its spread.
+FOLDER is one that holds the package `sglang`: a checkout's `python` folder, or an unpacked wheel (`pip download
+sglang==0.5.23 --no-deps`). Only its registry's own files are loaded; of what they import from the rest of the engine
+there are stand-ins, none of which is called while it fills.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from devicegraph import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, build_decode_registry
+from devicegraph.bench import command, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-MAX_BS, RAW, PADDED = 512, 100, 128
+    import torch
 
-
-def registry_on(device: torch.device) -> CudaGraphBufferRegistry:
-    registry = build_decode_registry(device=device, max_bs=MAX_BS, max_num_token=MAX_BS, seq_len_fill_value=1)
-    lora = GraphSlot("lora_ids", lambda bs, tokens: (bs,), torch.int64, axis="bs", padding_policy=PaddingPolicy.ZERO)
-    registry.register_slot(lora)
-    return registry
-
-
-def buffers_of(registry: CudaGraphBufferRegistry) -> dict[str, torch.Tensor]:
-    return {slot.name: slot.buffer for slot in registry.slots if slot.buffer is not None}
-
-
-def sources_of(registry: CudaGraphBufferRegistry) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.randint(1, 1000, (3, RAW) if name == "mrope_positions" else (RAW,), device=buffer.device)
-        for name, buffer in buffers_of(registry).items()
-    }
+#: What the registry's files ask of the engine: whether the platform is an NPU, a switch that is off by default, and the
+#: ranks, which only its own factories read.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "sglang.srt.utils": {"is_npu": lambda: False},
+    "sglang.srt.environ": {
+        "envs": SimpleNamespace(SGLANG_OPT_CUDA_GRAPH_FILL_FAST_PATH=SimpleNamespace(get=lambda: False))
+    },
+    "sglang.srt.runtime_context": {"get_parallel": None},
+}
 
 
-def by_registry(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
-    sizes = {"raw_bs": RAW, "padded_bs": PADDED, "raw_num_tokens": RAW, "padded_num_tokens": PADDED}
-    return lambda: registry.fill_from(batch, **sizes)
+def load(folder: Path) -> Any:
+    """The module of SGLang's registry.
+
+    Raises:
+        SystemExit: the folder does not hold it.
+    """
+    root = folder / "sglang"
+    if not (root / "srt/model_executor/cuda_graph_buffer_registry.py").is_file():
+        raise SystemExit(f"{folder}: no `sglang` with a `cuda_graph_buffer_registry.py` in it")
+    for package in ("", "srt", "srt.model_executor", "kernels", "kernels.ops", "kernels.ops.memory"):
+        module = ModuleType(".".join(filter(None, ("sglang", package))))
+        module.__path__ = [str(root / package.replace(".", "/"))]
+        sys.modules[module.__name__] = module
+    for name, values in STAND_INS.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(values)
+    return importlib.import_module("sglang.srt.model_executor.cuda_graph_buffer_registry")
 
 
-def by_field(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
-    buffers = buffers_of(registry)
-    slots = [(slot.name, buffers[slot.name], slot.padding_policy, slot.pad_value) for slot in registry.slots]
+def peer(module: Any) -> fill.Peer:
+    """The way of SGLang's registry."""
 
-    def fill() -> None:
-        for name, buffer, policy, pad_value in slots:
-            buffer[..., :RAW].copy_(batch[name])
-            if policy is PaddingPolicy.ZERO:
-                buffer[..., RAW:PADDED].zero_()
-            elif policy is PaddingPolicy.FILL_SENTINEL:
-                buffer[..., RAW:PADDED].fill_(pad_value)
+    def way(
+        fields: Sequence[fill.Field], batch: dict[str, torch.Tensor], case: fill.Case, device: torch.device
+    ) -> Callable[[], None]:
+        import torch
 
-    return fill
+        registry = module.CudaGraphBufferRegistry(device=device, max_bs=512, max_num_tokens=max(512, case.num_tokens))
+        for field in fields:
+            slot = module.GraphSlot(
+                field.name,
+                field.shape,
+                torch.int64,
+                axis=field.axis,
+                device=torch.device("cpu") if field.is_host else None,
+                padding_policy=module.PaddingPolicy[field.policy.name],
+                pad_value=field.pad_value,
+                slice_fn=(lambda buffer, size: buffer[:, :size]) if field.is_planes else None,
+            )
+            registry.register_slot(slot)
+        forward_batch, sizes = SimpleNamespace(**batch), case.sizes()
+        registry.fill_from(forward_batch, **sizes)
+        for field in fields:
+            filled, source = registry.get_slot(field.name).buffer, batch[field.name]
+            if not torch.equal(filled[..., : source.shape[-1]], source):
+                raise SystemExit(f"nothing is timed, since the peer's `{field.name}` is wrong")
+        return lambda: registry.fill_from(forward_batch, **sizes)
 
-
-def bare(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
-    groups: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for name, buffer in buffers_of(registry).items():
-        dsts, srcs = groups.setdefault(buffer.device, ([], []))
-        rows, source = buffer[..., :RAW], batch[name]
-        dsts += rows.unbind(0) if rows.ndim > 1 else [rows]
-        srcs += source.unbind(0) if source.ndim > 1 else [source]
-
-    def copy() -> None:
-        for dsts, srcs in groups.values():
-            torch._foreach_copy_(dsts, srcs)
-
-    return copy
-
-
-def microseconds(step: Callable[[], None], steps: int, wait: Callable[[], None]) -> float:
-    """Host time of one step. Waiting is outside: what is queued on the device is not the host's time."""
-    wait()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    elapsed = time.perf_counter() - start
-    wait()
-    return elapsed / steps * 1e6
+    return way
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each way in a round")
+    parser.add_argument("--sglang", metavar="FOLDER", type=Path, help="what holds the package `sglang`")
+    parser.set_defaults(benchmark="fill")
+    command.add_options(parser)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    registry = registry_on(device)
-    batch = sources_of(registry)
-    ways = {
-        "fill_from": by_registry(registry, batch),
-        "copy_ by field": by_field(registry, batch),
-        "bare grouped copy": bare(registry, batch),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    with torch.inference_mode():
-        for step in ways.values():
-            microseconds(step, options.steps, wait)  # warm
-        for _ in range(options.rounds):
-            for name, step in ways.items():
-                times[name].append(microseconds(step, options.steps, wait))
-
-    print(f"{len(registry.slots)} slots on {device}, {RAW} rows in a bucket of {PADDED}, {options.rounds} rounds")
-    print(f"{'':20}{'median us':>12}{'fastest us':>12}   ratio to fill_from (quartiles)")
-    for name, measured in times.items():
-        ratios = [other / own for other, own in zip(measured, times["fill_from"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        print(f"{name:20}{statistics.median(measured):12.1f}{min(measured):12.1f}   {spread}")
+    peers = {} if options.sglang is None else {"SGLang's fill_from": peer(load(options.sglang))}
+    command.show(command.measure(options, peers=peers), options)
 
 
 if __name__ == "__main__":

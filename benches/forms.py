@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import devicegraph as dg
-from decoder import ATTEND, attend
+from decoder import ATTEND
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.backends.segmented import SegmentedBackend
+from devicegraph.bench.decoder import attend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from decoder import Batch, Engine
+    from devicegraph.bench.decoder import Batch, Engine
 
 META: Final = "Meta's breakable"
 FORMS: Final = {

@@ -1059,6 +1059,21 @@ def test_the_collector_is_on_or_off_after_nested_freezes_as_it_was_before(enable
     assert gc.get_freeze_count() == frozen
 
 
+@pytest.mark.parametrize("is_set_aside", [False, True])
+def test_what_was_there_before_a_freeze_is_set_aside_in_it_but_for_what_others_set_aside(is_set_aside: bool) -> None:
+    if is_set_aside:
+        gc.collect()
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        with dg.freeze_gc():
+            within = gc.get_freeze_count()
+        assert (within == before) is is_set_aside
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
 def test_the_forward_can_ask_whether_it_is_captured() -> None:
     modes: list[bool] = []
 

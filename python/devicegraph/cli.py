@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("devicegraph.commands.explain", "what a configuration comes to, and who said what"),
     "doctor": ("devicegraph.doctor", "what this machine can do, and why not more"),
     "buckets": ("devicegraph.commands.buckets", "which sizes are captured, and why others are not"),
+    "bench": ("devicegraph.bench.command", "what fills, steps, memory and captures cost here, as ratios of one run"),
 }
 
 

@@ -18,6 +18,7 @@ OPTIONS = (b"--gpu-architecture=compute_70", b"--std=c++14")
 
 
 def load() -> ctypes.CDLL:
+    """The compiler."""
     spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("nvidia-cuda-nvrtc-cu11 is not installed")
@@ -26,6 +27,7 @@ def load() -> ctypes.CDLL:
 
 
 def main() -> None:
+    """Compiles, and writes the code beside the source."""
     nvrtc = load()
     program = ctypes.c_void_p()
     source = (HERE / "fill.cu").read_bytes()

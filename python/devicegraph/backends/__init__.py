@@ -123,7 +123,7 @@ class BaseCudaGraphBackend(ABC):
     #: Whether it is to be told how large an output can be; see `size_outputs`.
     wants_largest_output: ClassVar[bool] = False
     #: Whether its graphs can begin with the fill kernel: see `fill_node`.
-    can_fill: ClassVar[bool] = False
+    can_fill: bool = False
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class BaseCudaGraphBackend(ABC):
         """Makes `stream`, or this thread's capture stream, current for a series of captures and yields it.
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
-        after sees what the warm-ups wrote.
+        after sees what the warm-ups wrote. What the warm-ups left in the allocator's cache is given back at the end:
+        it is the capture stream's, and nobody else's tensors could use it.
         """
         self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
@@ -172,6 +173,7 @@ class BaseCudaGraphBackend(ABC):
                 yield self._stream
             finally:
                 self.adapter.synchronize()
+                self.adapter.empty_cache()
 
     @abstractmethod
     def capture_one(
@@ -243,7 +245,8 @@ class BaseCudaGraphBackend(ABC):
         """
         if self._captured:
             self.adapter.synchronize()
-        for shape_key in list(self._captured):
+        # The latest first: a graph whose executable others share would have to hand it on.
+        for shape_key in reversed(list(self._captured)):
             self.discard(shape_key)
 
     @classmethod
@@ -278,6 +281,9 @@ class BaseCudaGraphBackend(ABC):
             output = forward_fn()
             if post_warmup_hook is not None:
                 post_warmup_hook()
+        if not self.captured:
+            # A capture cannot take what lies in the allocator's cache. The first one, of the largest size, needs most.
+            self.adapter.empty_cache()
         self.adapter.synchronize()
         return output
 

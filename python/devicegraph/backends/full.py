@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from devicegraph.backends import BaseCudaGraphBackend, Captured, capture_failed
+from devicegraph.devices.executables import SharedExecutables, random_state
 from devicegraph.outputs import replace_tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -19,12 +22,33 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
 
     Outputs are held weakly: their memory is the pool's, later captures may use it, and a replay writes it anew. Nothing
     is copied, and a list of buckets takes little more memory than its largest one.
+
+    Args:
+        share_executables: let graphs of one form take turns on one executable, which saves the memory of the others
+            (about 7 MiB each for a decoder of 28 layers on CUDA) and costs an update whenever another graph is replayed
+            than the time before (about 1 to 2 ms there). For engines that are bound by memory and stay on few buckets.
+            Each graph is launched once more when it is captured, to check its outputs; `executables` says what came of
+            it.
+
+    The other arguments are those of `BaseCudaGraphBackend`.
+
+    Raises:
+        BackendError: `executables-fixed` where the device or this torch cannot share them.
     """
 
     name: ClassVar[str] = "full"
-    can_fill: ClassVar[bool] = True
+    can_fill: bool = True
 
     _captured: dict[Hashable, Captured[DeviceGraph]]
+
+    def __init__(self, *args: Any, share_executables: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Who shares which executable; None without `share_executables`.
+        self.executables = SharedExecutables() if share_executables else None
+        # The fill is pointed at sources in one executable; a shared one would have to be pointed anew at every switch.
+        self.can_fill = not share_executables
+        if share_executables:
+            self.adapter.updatable_graph()  # a device that has none says so here
 
     def capture_one(
         self,
@@ -35,14 +59,18 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     ) -> Any:
         """See `BaseCudaGraphBackend.capture_one`."""
         self.discard(shape_key)
-        graph = self.adapter.filling_graph() if self.fills else self.adapter.graph()
+        graph: Any = self._new_graph()
         try:
-            self._warm_up(forward_fn, post_warmup_hook)
+            warmed = self._warm_up_to_check(forward_fn, post_warmup_hook)
             with self.adapter.capture(
                 graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
             ):
                 output = forward_fn()
-            weak = self.adapter.weak_outputs(tensors_of(output), self.graph_pool)
+            tensors = tensors_of(output)
+            weak = self.adapter.weak_outputs(tensors, self.graph_pool)
+            if self.executables is not None:
+                in_pool = not any(mine is its for mine, its in zip(weak, tensors, strict=True))
+                graph = self.executables.place(shape_key, graph, weak, warmed if in_pool else ())
         except Exception as error:
             graph.reset()
             raise capture_failed(self.phase, shape_key, error) from error
@@ -59,6 +87,24 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     def fill_node(self, shape_key: Hashable) -> FillNode | None:
         """See `BaseCudaGraphBackend.fill_node`."""
         return self.adapter.fill_node(self._captured[shape_key].recording) if self.fills else None
+
+    def _new_graph(self) -> DeviceGraph:
+        if self.executables is not None:
+            updatable: DeviceGraph = self.adapter.updatable_graph()
+            return updatable
+        return self.adapter.filling_graph() if self.fills else self.adapter.graph()
+
+    def _warm_up_to_check(
+        self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None
+    ) -> list[torch.Tensor]:
+        """Warms up; the tensors of the output where they are to be compared with the graph's, else none."""
+        if self.executables is None:
+            self._warm_up(forward_fn, post_warmup_hook)
+            return []
+        before = random_state(self.adapter.device)
+        warmed = tensors_of(self._warm_up(forward_fn, post_warmup_hook))
+        # What is drawn differs each time; and a replay advances the generator by what its executable's own graph drew.
+        return warmed if torch.equal(before, random_state(self.adapter.device)) else []
 
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
         """See `BaseCudaGraphBackend.replay`."""

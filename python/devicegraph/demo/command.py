@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from devicegraph.commands.arguments import positive_integer
 from devicegraph.commands.explain import read_config
 from devicegraph.config import ALLOWED_BACKENDS_PER_PHASE, CudaGraphConfig, Phase
 from devicegraph.errors import ConfigError
@@ -41,10 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", metavar="FILE", help="a text file with a prompt in each line (default: eight of ours)"
     )
-    parser.add_argument("--max-new-tokens", type=_positive, default=48, help="for each prompt (default: %(default)s)")
-    parser.add_argument("--max-requests", type=_positive, default=6, help="served at once (default: %(default)s)")
     parser.add_argument(
-        "--max-prefill-tokens", type=_positive, default=128, help="of prompts in one step (default: %(default)s)"
+        "--max-new-tokens", type=positive_integer, default=48, help="for each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-requests", type=positive_integer, default=6, help="served at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-prefill-tokens", type=positive_integer, default=128, help="of prompts in one step (default: %(default)s)"
     )
     parser.add_argument("--audit", action="store_true", help="audit both forwards instead of serving")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -168,13 +173,3 @@ def _read_prompts(file: str) -> list[str]:
     if not prompts:
         raise ConfigError(f"`--prompts`: `{file}` holds no prompt", code="prompts-unreadable")
     return prompts
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "positive integer"  # argparse names the type in its message

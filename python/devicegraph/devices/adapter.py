@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import torch
 
+from devicegraph.errors import BackendError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -237,6 +239,12 @@ class CaptureSegments:
         self._on_segment(graph)
 
 
+def executables_fixed(why: str) -> BackendError:
+    """The error where graphs cannot share executables."""
+    message = f"graphs cannot share executables: {why}"
+    return BackendError(message, code="executables-fixed", hint="leave `share_executables` out")
+
+
 class DeviceAdapter(ABC):
     """What capture and replay need of one device. It holds no state but the device: instances are made freely."""
 
@@ -269,6 +277,14 @@ class DeviceAdapter(ABC):
     @abstractmethod
     def graph(self) -> DeviceGraph:
         """An empty graph, for `capture` to fill once."""
+
+    def updatable_graph(self) -> Any:
+        """An empty graph that can share an executable; see `devices.executables`.
+
+        Raises:
+            BackendError: `executables-fixed`: the device or this torch has none.
+        """
+        raise executables_fixed(f"device `{self.type}` does not update them")
 
     @property
     def fills_in_graphs(self) -> bool:

@@ -190,18 +190,48 @@ class TapeGraph:
         Raises:
             RuntimeError: nothing was captured, or it was reset.
         """
-        if self._tape is None:
-            raise RuntimeError("replay of a graph that holds no capture")
-        here = _capture_here()
-        if here is not None:
-            raise here.refuse("nested-capture", "replay")
-        self._tape.replay()
+        _replay(self._tape)
 
     def reset(self) -> None:
         """Drops the recording."""
         self._tape = None
         if self._release is not None:
             self._release()
+
+
+class UpdatableTapeGraph(TapeGraph):
+    """A tape, and apart from it what runs; one form is the same operators in the same order."""
+
+    _runs: Tape | None = None
+
+    def instantiate(self) -> None:
+        """See `UpdatableGraph`."""
+        self._runs = self._tape
+
+    def launch(self) -> None:
+        """See `UpdatableGraph`."""
+        _replay(self._runs)
+
+    def update(self, recorded: UpdatableTapeGraph) -> bool:
+        """See `UpdatableGraph`."""
+        if self._runs is None or recorded.tape is None or self._runs.operators() != recorded.tape.operators():
+            return False
+        self._runs = recorded.tape
+        return True
+
+    def reset(self) -> None:
+        """Drops the recording and what runs."""
+        self._runs = None
+        super().reset()
+
+
+def _replay(tape: Tape | None) -> None:
+    if tape is None:
+        raise RuntimeError("replay of a graph that holds no capture")
+    here = _capture_here()
+    if here is not None:
+        raise here.refuse("nested-capture", "replay")
+    tape.replay()
 
 
 class _Recording:
@@ -279,6 +309,10 @@ class CpuDevice(DeviceAdapter):
     def graph(self) -> TapeGraph:
         """An empty graph."""
         return TapeGraph()
+
+    def updatable_graph(self) -> UpdatableTapeGraph:
+        """An empty graph that can share what runs it."""
+        return UpdatableTapeGraph()
 
     @contextmanager
     def capture(

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from devicegraph._core import update_executable
 from devicegraph.devices.accelerator import AcceleratorDevice, AcceleratorGraph
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, CaptureSegments, GraphMemoryPool
+from devicegraph.devices.adapter import (
+    Availability,
+    CaptureErrorMode,
+    CaptureSegments,
+    GraphMemoryPool,
+    executables_fixed,
+)
 from devicegraph.devices.cuda_streams import SideStreams, installed, watched
 from devicegraph.native import kernel_on, why_no_kernel
 
@@ -38,6 +45,22 @@ class KeptCudaGraph(CudaGraph):
         """Counts a finished capture on its pool, and makes it executable."""
         super().keep(pool)
         self.raw.instantiate()
+
+
+class UpdatableCudaGraph(CudaGraph):
+    """A recording that is kept for an executable that takes turns."""
+
+    def instantiate(self) -> None:
+        """See `UpdatableGraph`."""
+        self.raw.instantiate()
+
+    def launch(self) -> None:
+        """See `UpdatableGraph`. Launches that are queued keep what the executable did when they were made."""
+        self.raw.replay()
+
+    def update(self, recorded: UpdatableCudaGraph) -> bool:
+        """See `UpdatableGraph`."""
+        return update_executable(executable=self.raw.raw_cuda_graph_exec(), graph=recorded.raw.raw_cuda_graph())
 
 
 class _Segments(CaptureSegments):
@@ -85,10 +108,19 @@ class CudaDevice(AcceleratorDevice):
         with torch.cuda.device(self.device):
             return CudaGraph(torch.cuda.CUDAGraph())
 
+    def updatable_graph(self) -> UpdatableCudaGraph:
+        """An empty graph that can share an executable; see `DeviceAdapter.updatable_graph`."""
+        if torch.version.hip is not None:
+            raise executables_fixed("HIP does not update them")
+        if not _shows_executables():
+            raise executables_fixed(f"torch {torch.__version__} does not show the executables of its graphs")
+        with torch.cuda.device(self.device):
+            return UpdatableCudaGraph(torch.cuda.CUDAGraph(keep_graph=True))
+
     @property
     def fills_in_graphs(self) -> bool:
         """Whether this torch lets its graphs be looked into, and the driver has the fill kernel."""
-        return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and why_no_kernel(self.device) is None
+        return _shows_executables() and why_no_kernel(self.device) is None
 
     def filling_graph(self) -> CudaGraph:
         """See `DeviceAdapter.filling_graph`."""
@@ -135,3 +167,7 @@ class CudaDevice(AcceleratorDevice):
         # ADDRESS: see there.
         weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, weak)
+
+
+def _shows_executables() -> bool:
+    return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")

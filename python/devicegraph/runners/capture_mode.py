@@ -48,19 +48,21 @@ def compile_in_capture_mode(function: _Function) -> _Function:
 _freeze_lock = threading.Lock()
 _freeze_depth = 0
 _was_enabled = False
+_has_set_aside = False
 
 
 @contextmanager
 def freeze_gc(enable_cudagraph_gc: bool = False) -> Iterator[None]:
     """Keeps the garbage collector out of a capture: a finalizer that frees device memory would break it.
 
-    Collects once on the way in, so that what is garbage already does not stay, and once on the way out. Nested and
-    concurrent uses count as one. Afterwards the collector is on or off as it was before, also when the block raises.
+    Collects once on the way in, so that what is garbage already does not stay, and once on the way out, what was made
+    in between. Nested and concurrent uses count as one. Afterwards the collector is on or off as it was before, also
+    when the block raises.
 
     Args:
         enable_cudagraph_gc: leave the collector running; for debugging.
     """
-    global _freeze_depth, _was_enabled
+    global _freeze_depth, _was_enabled, _has_set_aside
     if enable_cudagraph_gc:
         yield
         return
@@ -70,6 +72,11 @@ def freeze_gc(enable_cudagraph_gc: bool = False) -> Iterator[None]:
             _was_enabled = gc.isenabled()
             gc.collect()
             gc.disable()
+            # Going through all objects of an engine takes longer than to capture a graph: what is there now is set
+            # aside, unless somebody did so before, whose objects could not be told from the others then.
+            _has_set_aside = gc.get_freeze_count() == 0
+            if _has_set_aside:
+                gc.freeze()
     try:
         yield
     finally:
@@ -79,3 +86,5 @@ def freeze_gc(enable_cudagraph_gc: bool = False) -> Iterator[None]:
                 if _was_enabled:
                     gc.enable()
                 gc.collect()
+                if _has_set_aside:
+                    gc.unfreeze()

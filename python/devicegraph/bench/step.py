@@ -1,0 +1,165 @@
+"""`devicegraph bench step`: whole steps against the bare `graph.replay()` in them.
+
+A step is `runner.run(batch)`: decision, fill, replay, trim. Two engines show two things: one whose graph is a few
+kernels, where the device never holds up the host, what a step costs the host; and the reference decoder what that means
+for the time of a step. Their metadata is prepared in the graph, so that all of the difference is the runner's.
+
+A step's time is taken twice: `queued`, among others that follow at once, where a device that is slower than the host
+hides the host's part; and `alone`, from an idle device to its last kernel.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from devicegraph.bench.decoder import SMALL, TINY, Cache, DecodeEngine, Decoder, Shape, attend
+from devicegraph.bench.measuring import (
+    Result,
+    Spread,
+    Table,
+    host_microseconds,
+    lone_microseconds,
+    queued_microseconds,
+    take_turns,
+)
+from devicegraph.config import CudaGraphConfig
+from devicegraph.devices import GraphMemoryPool, get_device_adapter
+from devicegraph.layouts import build_decode_registry
+from devicegraph.runners.capture_mode import freeze_gc
+from devicegraph.runners.decode import DecodeCudaGraphRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from devicegraph.bench.decoder import Batch
+    from devicegraph.devices import DeviceAdapter
+    from devicegraph.runners.shape_key import ShapeKey
+
+#: Steps in a block whose launches are queued at once: few enough for a device's queue to take them all.
+BLOCK: Final = 8
+FEW_KERNELS: Final = Shape(0, 64, 4, 2, 128, 256, 64, 32)
+
+
+class StepEngine(DecodeEngine):
+    """The decode engine with its mask made in the graph."""
+
+    prepare_metadata: Any = None
+
+    def prepare_in_graph(self, batch: Batch, key: ShapeKey | None) -> None:
+        """Recorded at the head of the graph."""
+        DecodeEngine.prepare_metadata(self, batch, key)
+
+
+def engine_on(device: torch.device, shape: Shape, kind: type[StepEngine] = StepEngine) -> StepEngine:
+    """An engine with a model of its own, with random weights in bfloat16."""
+    torch.manual_seed(0)
+    with device:  # drawing half a billion numbers on the host takes longer than to measure anything
+        model = Decoder(shape).to(torch.bfloat16).requires_grad_(False)
+    return kind(shape, model, Cache(shape, device), attend)
+
+
+def runner_of(engine: StepEngine, **options: Any) -> DecodeCudaGraphRunner:
+    """A runner of the engine's buckets with a graph memory pool of its own."""
+    maximum = max(engine.buckets)
+    return DecodeCudaGraphRunner(
+        engine,
+        config=CudaGraphConfig(decode={"bs": list(engine.buckets)}),
+        registry=build_decode_registry(
+            device=engine.device, max_bs=maximum, max_num_token=maximum, seq_len_fill_value=1
+        ),
+        graph_pool=None if "backend" in options else GraphMemoryPool(get_device_adapter(engine.device)),
+        on_error="raise",
+        progress=lambda _: None,
+        **options,
+    )
+
+
+def parts_of(runner: DecodeCudaGraphRunner, batch: Any) -> dict[str, Callable[[], Any]]:
+    """The bare graph, and the parts of a step, each as a call that can be repeated."""
+    decision = runner.can_run(batch)
+    key = decision.key
+    assert key is not None  # the batch is of a captured size
+    graph, backend, registry = runner.graphs[key], runner.backend, runner.buffer_registry
+    assert backend is not None  # as above
+    bs, num_tokens = runner.hooks.sizes(batch)
+    sizes = {"raw_bs": bs, "padded_bs": key.size, "raw_num_tokens": num_tokens, "padded_num_tokens": key.size}
+    bucket = {"padded_bs": key.size, "padded_num_tokens": key.size}
+    static = registry.extract_buffer(**bucket, forward_batch_template=batch)
+    return {
+        "graph": backend.captured[key].recording.replay,
+        "decide": lambda: runner.can_run(batch),
+        "fill": lambda: registry.fill_from(batch, **sizes),
+        "extract": lambda: registry.extract_buffer(**bucket, forward_batch_template=batch),
+        "replay": lambda: backend.replay(key, static),
+        "trim": lambda: graph.trim(bs, clone=False),
+    }
+
+
+def _median_host(adapter: DeviceAdapter, step: Callable[[], Any], blocks: int) -> float:
+    return statistics.median(host_microseconds(adapter, step, BLOCK) for _ in range(blocks))
+
+
+def measure_engine(
+    title: str, engine: StepEngine, adapter: DeviceAdapter, rounds: int, blocks: int
+) -> tuple[Table, Table]:
+    """The steps of an engine at its buckets, and what the parts of one take."""
+    steps = Table(title)
+    parts = Table(f"{title}: where the host's time goes, us")
+    with runner_of(engine) as runner:
+        runner.capture()
+        steps.title += f"; fills by `{getattr(runner.buffer_registry, 'executor', 'foreach')}`"
+        for size in engine.buckets:
+            batch = engine.batch(size, seed=1)
+            runner.run(batch)
+            pieces = parts_of(runner, batch)
+            ways: dict[str, Callable[[], Any]] = {"graph": pieces.pop("graph"), "run": partial(runner.run, batch)}
+            host = take_turns(
+                {name: partial(_median_host, adapter, step, blocks) for name, step in {**ways, **pieces}.items()},
+                rounds,
+            )
+            queued = take_turns(
+                {name: partial(queued_microseconds, adapter, step, BLOCK) for name, step in ways.items()}, rounds
+            )
+            alone = take_turns(
+                {name: partial(lone_microseconds, adapter, step, BLOCK) for name, step in ways.items()}, rounds
+            )
+            steps.rows.append(
+                {
+                    "bs": size,
+                    "replay host us": statistics.median(host["graph"]),
+                    "step host us": statistics.median(host["run"]),
+                    "host us more": Spread.difference(host["run"], host["graph"]),
+                    "replay us": statistics.median(queued["graph"]),
+                    "step, queued": Spread.ratio(queued["run"], queued["graph"]),
+                    "step, alone": Spread.ratio(alone["run"], alone["graph"]),
+                }
+            )
+            medians = {name: statistics.median(host[name]) for name in pieces}
+            rest = statistics.median(host["run"]) - sum(medians.values())
+            parts.rows.append({"bs": size, **medians, "rest": rest, "all": statistics.median(host["run"])})
+    return steps, parts
+
+
+def measure(adapter: DeviceAdapter, *, small: bool = False, rounds: int | None = None) -> Result:
+    """Both engines.
+
+    Args:
+        adapter: the device.
+        small: a tiny decoder and few rounds: to see that all of it runs.
+        rounds: of each size; 15 by default.
+    """
+    rounds, blocks = rounds or (2 if small else 15), 1 if small else 12
+    result = Result("step", str(adapter.device))
+    shape = TINY if small else SMALL if adapter.type == "cpu" else Shape()
+    with torch.no_grad(), freeze_gc():
+        for title, each in (
+            ("a graph of a few kernels", FEW_KERNELS),
+            (f"a decoder with layers: {shape.layers}, hidden size {shape.hidden}", shape),
+        ):
+            result.tables += measure_engine(title, engine_on(adapter.device, each), adapter, rounds, blocks)
+    result.notes.append("ratios are of the bare replay of the same graph; `rest` is what no part below accounts for")
+    return result
