@@ -195,7 +195,8 @@ def test_a_device_without_such_graphs_says_so_when_the_backend_is_made() -> None
     with pytest.raises(dg.BackendError) as caught:
         sharing(Plain(torch.device("cpu")))
     assert str(caught.value) == (
-        "graphs cannot share executables: device `cpu` does not update them [executables-fixed]\n\nhint: leave `share_executables` out"
+        "graphs cannot share executables: device `cpu` does not update them [executables-fixed]\n\n"
+        "hint: leave `share_executables` out"
     )
 
 
