@@ -29,11 +29,11 @@ DEVICES = str(Path(dg.__file__).parent / "devices")
 
 #: (own functions, C functions) of the path by what it is.
 CEILINGS = {
-    "fill": (9, 54),
-    "can_run": (16, 16),
-    "run": (54, 85),
+    "fill": (3, 3),
+    "can_run": (12, 14),
+    "run": (23, 20),
 }
-#: Operators of a fill of eight slots: the planes of one source, and the grouped copy.
+#: Operators of a fill of eight slots that is left to calls: the planes of one source, and the grouped copy.
 FILL_OPERATORS = 2
 
 
@@ -104,8 +104,9 @@ def test_the_count_sees_every_call() -> None:
 
 def test_a_warm_fill_sends_no_more_operators_than_it_did() -> None:
     fill = fill_of(8)
-    fill()
     with torch.inference_mode(), Operators() as operators:
+        fill()
+        operators.names.clear()
         fill()
     assert len(operators.names) <= FILL_OPERATORS, operators.names
 

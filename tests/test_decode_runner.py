@@ -1061,6 +1061,7 @@ def test_the_collector_is_on_or_off_after_nested_freezes_as_it_was_before(enable
 
 @pytest.mark.parametrize("is_set_aside", [False, True])
 def test_what_was_there_before_a_freeze_is_set_aside_in_it_but_for_what_others_set_aside(is_set_aside: bool) -> None:
+    gc.unfreeze()
     if is_set_aside:
         gc.collect()
         gc.freeze()
@@ -1071,7 +1072,7 @@ def test_what_was_there_before_a_freeze_is_set_aside_in_it_but_for_what_others_s
         assert (within == before) is is_set_aside
         assert gc.get_freeze_count() == before
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py did
 
 
 def test_the_forward_can_ask_whether_it_is_captured() -> None:

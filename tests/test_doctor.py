@@ -53,7 +53,7 @@ def test_doctor_says_of_every_device_whether_it_can_be_used_and_why_not(packages
     assert lines[1] == f"cpu: available ({machine}); backends breakable, full, tc_piecewise, disabled"
     assert lines[2].startswith("cuda: not available: ")
     assert lines[3].startswith("  hint: ")
-    assert lines[4:8] == [
+    assert lines[4:12] == [
         "npu: not available: torch_npu cannot be loaded: libhccl.so: cannot open shared object file: gone",
         "  hint: install CANN and the driver, and source CANN's `set_env.sh`",
         "xpu: not available: this torch was built without XPU",
@@ -64,8 +64,8 @@ def test_doctor_says_of_every_device_whether_it_can_be_used_and_why_not(packages
         "No module named 'acme_missing'",
         "  hint: repair or remove the package that provides the entry point `hpu` of `devicegraph.devices`",
     ]
-    assert lines[8].startswith("tools: ")
-    assert lines[9:11] == ["breakable on cpu: ready", "full on cpu: ready"]
+    assert lines[12].startswith("tools: ")
+    assert lines[13:15] == ["breakable on cpu: ready", "full on cpu: ready"]
 
 
 def test_doctor_prints_json_for_machines(packages: Path) -> None:

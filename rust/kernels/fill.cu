@@ -118,8 +118,8 @@ __device__ __forceinline__ void move(u8* dst, i64 to, const u8* src, i64 from, u
 }
 
 // `count` bytes of one run, by as wide words as the two addresses allow.
-__device__ void copy_run(u8* dst, const u8* src, u64 count, u64 thread, u64 threads) {
-    u64 alignment = ((u64)dst | (u64)src | count) & 15;
+__device__ __forceinline__ void copy_run(u8* dst, const u8* src, u64 count, u64 thread, u64 threads) {
+    u32 alignment = (u32)((u64)dst | (u64)src | count) & 15;
     if (alignment == 0) {
         for (u64 i = thread; i < count / 16; i += threads) ((uint4*)dst)[i] = ((const uint4*)src)[i];
     } else if ((alignment & 7) == 0) {
@@ -132,8 +132,8 @@ __device__ void copy_run(u8* dst, const u8* src, u64 count, u64 thread, u64 thre
 }
 
 // `count` bytes of one run, all elements alike; `value` repeats the element over its eight bytes.
-__device__ void pad_run(u8* dst, u64 value, u64 count, u64 thread, u64 threads) {
-    u64 alignment = ((u64)dst | count) & 15;
+__device__ __forceinline__ void pad_run(u8* dst, u64 value, u64 count, u64 thread, u64 threads) {
+    u32 alignment = (u32)((u64)dst | count) & 15;
     if (alignment == 0) {
         uint4 wide = {(u32)value, (u32)(value >> 32), (u32)value, (u32)(value >> 32)};
         for (u64 i = thread; i < count / 16; i += threads) ((uint4*)dst)[i] = wide;
@@ -151,36 +151,43 @@ __device__ __forceinline__ u64 repeated(u64 value, u8 itemsize) {
     return value;
 }
 
-__device__ void carry_out(const Entry& e, u64 thread, u64 threads) {
-    u32 n0 = e.sizes[0], n1 = e.sizes[1], n2 = e.sizes[2];
-    bool is_run = n0 == 1 && n1 == 1 && e.dst_strides[2] == 1 && (e.src_strides[2] == 1 || e.live == 0);
-    if (is_run && e.live_dim == 2) {
-        u64 live = (u64)e.live * e.itemsize, all = (u64)n2 * e.itemsize;
-        pad_run(e.dst + live, repeated(e.value, e.itemsize), all - live, thread, threads);
-        if (e.to == e.from) {
-            copy_run(e.dst, e.src, live, thread, threads);
-        } else {
-            for (u64 i = thread; i < e.live; i += threads) store(e.dst, i, e.to, load(e.src, i, e.from));
-        }
-        return;
-    }
-    u64 count = (u64)n0 * n1 * n2;
-    for (u64 i = thread; i < count; i += threads) {
-        u32 at[3];
-        at[2] = i % n2;
-        at[1] = i / n2 % n1;
-        at[0] = i / n2 / n1;
-        i64 to = (i64)at[0] * e.dst_strides[0] + (i64)at[1] * e.dst_strides[1] + (i64)at[2] * e.dst_strides[2];
-        if (at[e.live_dim] >= e.live) {
+// Casts, and regions that are no run. Apart, so that the common path is short: what a launch takes is mostly the time to
+// fetch instructions for the first time.
+__device__ __noinline__ void write_elements(const Entry* table, u32 thread, u32 threads) {
+    const Entry e = *table;
+    u32 n1 = e.sizes[1], n2 = e.sizes[2], count = e.sizes[0] * n1 * n2;
+    for (u32 i = thread; i < count; i += threads) {
+        u32 at2 = i % n2, at1 = i / n2 % n1, at0 = i / n2 / n1;
+        u32 along = e.live_dim == 2 ? at2 : e.live_dim == 1 ? at1 : at0;
+        i64 to = (i64)at0 * e.dst_strides[0] + (i64)at1 * e.dst_strides[1] + (i64)at2 * e.dst_strides[2];
+        if (along >= e.live) {
             move(e.dst, to, (const u8*)&e.value, 0, e.itemsize);
             continue;
         }
-        i64 from = (i64)at[0] * e.src_strides[0] + (i64)at[1] * e.src_strides[1] + (i64)at[2] * e.src_strides[2];
+        i64 from = (i64)at0 * e.src_strides[0] + (i64)at1 * e.src_strides[1] + (i64)at2 * e.src_strides[2];
         if (e.to == e.from) {
             move(e.dst, to, e.src, from, e.itemsize);
         } else {
             store(e.dst, to, e.to, load(e.src, from, e.from));
         }
+    }
+}
+
+__device__ __forceinline__ void carry_out(const Entry& e, u32 thread, u32 threads) {
+    // One run, or rows of one length whose live part is a run each, moved as they are.
+    u32 rows = e.sizes[1];
+    bool is_rows = e.sizes[0] == 1 && e.live_dim == 2 && e.to == e.from && e.dst_strides[2] == 1 &&
+                   (e.src_strides[2] == 1 || e.live == 0) && rows <= 4;
+    if (!is_rows) {
+        write_elements(&e, thread, threads);
+        return;
+    }
+    u64 live = (u64)e.live * e.itemsize, all = (u64)e.sizes[2] * e.itemsize;
+    u64 value = repeated(e.value, e.itemsize);
+    for (u32 row = 0; row < rows; row++) {
+        u8* dst = e.dst + (i64)row * e.dst_strides[1] * e.itemsize;
+        copy_run(dst, e.src + (i64)row * e.src_strides[1] * e.itemsize, live, thread, threads);
+        pad_run(dst + live, value, all - live, thread, threads);
     }
 }
 
@@ -198,8 +205,7 @@ __device__ __forceinline__ void fill(const Table<N>& table) {
     if (index >= table.count) return;
     const Entry& e = table.entries[index];
     u32 end = index + 1 < table.count ? table.entries[index + 1].first_block : table.blocks;
-    u64 thread = (u64)(blockIdx.x - e.first_block) * THREADS + threadIdx.x;
-    carry_out(e, thread, (u64)(end - e.first_block) * THREADS);
+    carry_out(e, (blockIdx.x - e.first_block) * THREADS + threadIdx.x, (end - e.first_block) * THREADS);
 }
 
 // Two sizes of one kernel: parameters are copied on every launch.

@@ -216,7 +216,7 @@ def test_ranges_of_nvtx_change_no_result_and_name_each_part_of_a_step(monkeypatc
         want = eager(engine, batch)
         opened.clear()
         assert torch.equal(runner.run(batch), want)
-    assert opened == [f"devicegraph decode, bucket 4: {part}" for part in ("fill", "prepare", "replay")]
+    assert opened == [f"devicegraph decode, bucket 4: {part}" for part in ("fill", "replay")]
 
 
 def test_an_estimate_gives_back_what_it_captured_and_comes_near_the_capture() -> None:

@@ -97,8 +97,9 @@ def test_what_is_prepared_by_hand_is_what_a_replay_by_hand_sees() -> None:
 
 def test_sources_that_nobody_else_keeps_live_until_the_replay_has_read_them() -> None:
     class Fleeting(SimpleNamespace):
-        @property
-        def input_ids(self) -> torch.Tensor:
+        def __getattr__(self, name: str) -> Any:
+            if name != "input_ids":
+                raise AttributeError(name)
             return torch.tensor(self.lengths, device=DEVICE) + 1
 
     class Preparing(Engine):
@@ -200,7 +201,7 @@ def test_numbers_are_written_without_a_launch_of_their_own(executor: Any) -> Non
             assert runner.replay(batch_of([5] * rows)).tolist() == [6.0 + 2 * rows] * rows
         batch = batch_of([5] * 6)
         runner.replay(batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             runner.replay(batch)
             torch.cuda.synchronize()
         names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

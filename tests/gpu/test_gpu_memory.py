@@ -47,17 +47,13 @@ def test_all_buckets_hold_little_more_than_the_largest_alone_and_no_output_is_he
     assert max(row["beside"] for row in rows) <= 64 << 20
 
 
-def test_shared_executables_take_less_of_the_device_and_give_what_eager_gives(
-    sharing: dg.FullCudaGraphBackend,
-) -> None:
+def test_graphs_of_one_form_share_executables(sharing: dg.FullCudaGraphBackend) -> None:
+    # What that saves of the device's memory shows in a fresh process only: `devicegraph bench memory`.
     shape = SHAPES["32k tokens, bfloat16 logits"]
-    sizes = sorted(shape.decode, reverse=True)
     with torch.no_grad():
-        engine = engine_on(torch.device("cuda"), shape)
-        capture_each(engine, sizes)  # kernels are loaded from now on
-        own = sum(row["beside"] for row in capture_each(engine, sizes))
-        shared = sum(row["beside"] for row in capture_each(engine, sizes, sharing))
-    assert shared < own / 2
+        capture_each(engine_on(torch.device("cuda"), shape), sorted(shape.decode, reverse=True), sharing)
+    assert sharing.executables is not None
+    assert sharing.executables.count < len(shape.decode) / 2, str(sharing.executables)
 
 
 def test_graphs_on_one_executable_replay_as_eager_in_any_order(sharing: Any) -> None:

@@ -160,7 +160,8 @@ class Watch:
         if says_view(func) or name in ALLOCATIONS or name.endswith("_like") or name.startswith("aten::new_"):
             return
         given = plain_in((args, kwargs))
-        is_copy = name in ("aten::copy_", "aten::_to_copy")
+        # What moves values to the device, and what asks where they lie, takes none of them on the host.
+        is_copy = name in ("aten::copy_", "aten::_to_copy", "aten::to", "aten::is_pinned")
         on_host = all(self.host.holds(tensor) for tensor in given)
         for tensor in given:
             if (on_host or tensor.dim() == 0) and not is_copy:

@@ -18,7 +18,7 @@ from devicegraph.bench.fill import Case, fields_of, registry_of
 from devicegraph.bench.measuring import Result, Spread, Table, take_turns
 from devicegraph.buckets import Buckets, decode_buckets
 from devicegraph.config import CudaGraphConfig
-from devicegraph.slots import layout_of
+from devicegraph.slots import layout_of, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ def plan_of(adapter: DeviceAdapter) -> Callable[[], Any]:
     described: list[Any] = []
     for field in fields_of(case):
         shape = field.shape(case.raw_bs, case.raw_num_tokens)
-        described.append(("int64", shape, "cpu" if field.is_host else where, True))
+        described.append(("int64", shape, "cpu" if field.is_host else where, row_major(shape)))
     return lambda: planner.plan(described, **case.sizes(), unread=False)
 
 
