@@ -30,8 +30,8 @@ DEVICES = str(Path(dg.__file__).parent / "devices")
 #: (own functions, C functions) of the path by what it is.
 CEILINGS = {
     "fill": (3, 3),
-    "can_run": (12, 14),
-    "run": (23, 20),
+    "can_run": (14, 12),
+    "run": (25, 18),
 }
 #: Operators of a fill of eight slots that is left to calls: the planes of one source, and the grouped copy.
 FILL_OPERATORS = 2

@@ -887,9 +887,6 @@ class FillTables:
         Raises:
             ValueError: a capsule of another kind.
         """
-    @property
-    def checks(self) -> bool:
-        """Whether the core reads and checks sources."""
     def compile(
         self,
         sources: Sequence[tuple[str, Sequence[int], str, Sequence[int], bool] | None],
@@ -921,6 +918,15 @@ class FillTable:
     Writing does not wait for the device, but where the ring of sources on the host is full.
     """
 
+    @property
+    def checks(self) -> bool:
+        """Whether the core can tell if sources are such as the table was made for."""
+    def matches(self, sources: list[Any], /) -> bool:
+        """Whether sources are such as the table was made for.
+
+        Args:
+            sources: one for each slot; None, a tensor, or a number.
+        """
     @property
     def launches(self) -> int:
         """How many kernel launches it takes."""

@@ -5,16 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from devicegraph.errors import SlotError
 
-__all__ = ["read_fields", "replaced", "unchanged_on_failure"]
+__all__ = ["is_mapping", "read_fields", "replaced", "unchanged_on_failure"]
+
+
+@lru_cache(maxsize=256)
+def _are_mappings(kind: Any) -> bool:
+    return issubclass(kind, Mapping)
+
+
+def is_mapping(batch: Any) -> bool:
+    """Whether a batch is a mapping: of a class that was seen before, known without asking."""
+    return _are_mappings(type(batch))
 
 
 def read_fields(batch: Any, names: Iterable[str | None]) -> list[Any]:
     """The value of each field; None where the batch lacks it, or where there is no name."""
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return [None if name is None else batch.get(name) for name in names]
     return [None if name is None else getattr(batch, name, None) for name in names]
 

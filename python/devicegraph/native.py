@@ -20,11 +20,11 @@ from devicegraph.slots import GraphSlot, buffer_of, fits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from devicegraph._core import FillPlanner, FillTable
+    from devicegraph._core import FillPlan, FillPlanner, FillTable
     from devicegraph.fill import FillProgram, ForeachExecutor
     from devicegraph.steps import Described, Sizes
 
-__all__ = ["NativeExecutor", "NativeProgram", "kernel_on", "why_no_kernel", "why_not_native"]
+__all__ = ["NativeExecutor", "NativeProgram", "compiled", "kernel_on", "tables_of", "why_no_kernel", "why_not_native"]
 
 #: The most bytes of one slot's host source that are staged. Beyond, a copy by the device's engine is faster than a
 #: kernel that reads host memory.
@@ -93,13 +93,13 @@ def kernel_on(index: int) -> FillKernel:
 class NativeProgram:
     """A step as a table, and calls for what the table has no entry for."""
 
-    def __init__(self, table: FillTable, rest: FillProgram | None, *, checks: bool) -> None:
+    def __init__(self, table: FillTable, rest: FillProgram | None) -> None:
         self.table = table
         self._rest = rest
         #: Checks the sources, and runs the step if they are those that it was made for; None where the core cannot.
-        self.attempt = (table.attempt if rest is None else self._attempt) if checks else None
+        self.attempt = (table.attempt if rest is None else self._attempt) if table.checks else None
         #: The table, where it does all of the step and reads the sources itself; else None.
-        self.whole = table if checks and rest is None else None
+        self.whole = table if table.checks and rest is None else None
         #: Whether a graph's node can do all that it writes on the device.
         self.fits_node = rest is None and table.launches <= 1
 
@@ -131,17 +131,7 @@ class NativeExecutor:
         self._slots = slots
         self._calls = calls
         device = next((buffer_of(slot).device for slot in slots if buffer_of(slot).device.type == "cuda"), None)
-        own = None if device is None else (device.index, kernel_on(device.index))
-        self._tables = FillTables(
-            planner,
-            [(buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot)), _pad_bits(slot)) for slot in slots],
-            fields=[slot.name if slot.is_plain else None for slot in slots],
-            kinds=_KINDS,
-            exchange=EXCHANGE,
-            kernel=own,
-            stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", None),
-            ring=None if own is None else _ring(slots, own[1]),
-        )
+        self._tables = tables_of(slots, planner, None if device is None else device.index)
 
     def takes(self, slot: GraphSlot, value: object) -> bool:
         """Whether what a slot's `value_fn` gave can be written as it is."""
@@ -153,17 +143,41 @@ class NativeExecutor:
         Raises:
             SlotError: see `CudaGraphBufferRegistry.fill_from`.
         """
-        raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
-        table, rest = self._tables.compile(
-            described,
-            raw_bs=raw_bs,
-            padded_bs=padded_bs,
-            raw_num_tokens=raw_num_tokens,
-            padded_num_tokens=padded_num_tokens,
-            unread=is_unread,
-        )
+        table, rest = compiled(self._tables, sizes, described)
         calls = self._calls.compile(rest, self._slots) if rest.calls else None
-        return NativeProgram(table, calls, checks=self._tables.checks)
+        return NativeProgram(table, calls)
+
+
+def tables_of(slots: Sequence[GraphSlot], planner: FillPlanner, cuda: int | None) -> FillTables:
+    """The tables of registered slots, for the kernel of a CUDA device where one is given."""
+    own = None if cuda is None else (cuda, kernel_on(cuda))
+    return FillTables(
+        planner,
+        [(buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot)), _pad_bits(slot)) for slot in slots],
+        fields=[slot.name if slot.is_plain else None for slot in slots],
+        kinds=_KINDS,
+        exchange=EXCHANGE,
+        kernel=own,
+        stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        ring=None if own is None else _ring(slots, own[1]),
+    )
+
+
+def compiled(tables: FillTables, sizes: Sizes, described: Sequence[Described | None]) -> tuple[FillTable, FillPlan]:
+    """The table of a step, and the plan of what it has no entry for.
+
+    Raises:
+        SlotError: see `CudaGraphBufferRegistry.fill_from`.
+    """
+    raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
+    return tables.compile(
+        described,
+        raw_bs=raw_bs,
+        padded_bs=padded_bs,
+        raw_num_tokens=raw_num_tokens,
+        padded_num_tokens=padded_num_tokens,
+        unread=is_unread,
+    )
 
 
 def _pad_bits(slot: GraphSlot) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
 
 from devicegraph._core import FillPlanner, as_size
-from devicegraph.batches import read_fields, replaced
+from devicegraph.batches import is_mapping, read_fields, replaced
 from devicegraph.errors import BackendError, SlotError
 from devicegraph.fill import ForeachExecutor, HostValues
 from devicegraph.native import NativeExecutor, why_not_native
@@ -291,7 +290,7 @@ class CudaGraphBufferRegistry:
         return step.native.whole
 
     def _fill(self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None) -> None:
-        is_unread = isinstance(batch, Mapping) and not batch
+        is_unread = is_mapping(batch) and not batch
         sources = read_fields(batch, self._fields)
         context = None
         if self._functions or self._hooks:
@@ -301,7 +300,7 @@ class CudaGraphBufferRegistry:
                     sources[index] = slot.value_fn(context)
                 elif slot.source_fn is not None and not is_unread:
                     sources[index] = slot.source_fn(batch, context)
-        elif type(batch) is dict or not isinstance(batch, Mapping):
+        elif type(batch) is dict or not is_mapping(batch):
             self._direct_kinds.add(type(batch))
         prepared = self._prepared
         if is_unread:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from devicegraph.native import EXCHANGE, compiled, tables_of
 from devicegraph.registration import span_bytes
 from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
@@ -50,6 +51,8 @@ class Step(NamedTuple):
     program: FillProgram
     #: The core's program, where it carries the step out.
     native: NativeProgram | None
+    #: Whether sources are those that it was made for, as the core sees it; None where Python has to look.
+    matches: Callable[[list[Any]], bool] | None
 
 
 class PreparedSteps:
@@ -77,6 +80,8 @@ class PreparedSteps:
         self._calls = calls
         self.native = native
         self._values = values
+        # A table is good for telling whether sources are those of a step, also where calls carry the step out.
+        self._checks = tables_of(slots, planner, None) if native is None and EXCHANGE is not None else None
         self._numbers = [(index, slot) for index, slot in enumerate(slots) if slot.value_fn is not None]
         self._steps: dict[object, Step] = {}
         #: The step that was prepared or found last for each sizes, which is nearly always the one that is wanted.
@@ -126,7 +131,9 @@ class PreparedSteps:
                 sources[index] = self._values.tensor(slot, value, _live_rows(slot, sizes))
         try:
             step = self.latest.get(sizes)
-            if step is not None and self._is_for(step, sources):
+            if step is not None and (
+                (step.matches is not None and step.matches(sources)) or self._is_for(step, sources)
+            ):
                 return step
         except (AttributeError, RuntimeError, TypeError, Warning):
             pass  # something is no dense tensor (reading a fake one's address may warn): preparing the step says what
@@ -169,7 +176,7 @@ class PreparedSteps:
         with torch.inference_mode(False), torch.no_grad():
             if self.native is not None:
                 native = self.native.compile(sizes, described)
-                return Step(known, native, native)
+                return Step(known, native, native, None)
             raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
             plan = self._planner.plan(
                 [None if each is None else (each[0], each[1], each[2], each[3]) for each in described],
@@ -179,7 +186,11 @@ class PreparedSteps:
                 padded_num_tokens=padded_num_tokens,
                 unread=is_unread,
             )
-            return Step(known, self._calls.compile(plan, self._slots), None)
+            matches = None
+            if self._checks is not None:
+                table, _ = compiled(self._checks, sizes, described)
+                matches = table.matches if table.checks else None
+            return Step(known, self._calls.compile(plan, self._slots), None, matches)
 
     def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Refuses sources without memory, and those in memory that the fill writes, but for a slot's own rows.

@@ -272,12 +272,6 @@ impl FillTables {
         Ok(Self { planner, shared, buffers: buffers.collect(), ring })
     }
 
-    /// Whether sources are read and checked by the core.
-    #[getter]
-    fn checks(&self) -> bool {
-        self.shared.exchange.is_some()
-    }
-
     /// The table of a step, and what it leaves to be carried out by calls.
     #[pyo3(signature = (sources, *, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, unread))]
     #[expect(clippy::too_many_arguments, reason = "a record, given by keyword")]
@@ -357,6 +351,18 @@ pub(super) struct FillTable {
 
 #[pymethods]
 impl FillTable {
+    /// Whether the core can tell if sources are those that the table was made for.
+    #[getter]
+    fn checks(&self) -> bool {
+        self.wanted.is_some()
+    }
+
+    /// Whether sources are those that the table was made for.
+    #[pyo3(signature = (sources, /))]
+    fn matches(&self, sources: &Bound<'_, PyList>) -> PyResult<bool> {
+        Ok(self.read(sources)?.is_some())
+    }
+
     /// How many launches it takes.
     #[getter]
     fn launches(&self) -> usize {

@@ -29,6 +29,7 @@ from devicegraph.bench.measuring import (
     rows_of,
     take_turns,
 )
+from devicegraph.devices import GraphMemoryPool
 from devicegraph.errors import DeviceGraphError
 from devicegraph.registry import CudaGraphBufferRegistry
 from devicegraph.runners.capture_mode import freeze_gc
@@ -291,6 +292,26 @@ def measure_case(
     return table
 
 
+def by_node(
+    adapter: DeviceAdapter, registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], case: Case
+) -> Callable[[], None]:
+    """What a step does to fill where its graph begins with the fill, but for the launch that a step has anyway."""
+    graph = adapter.filling_graph()
+    pool, stream = GraphMemoryPool(adapter), adapter.stream()
+    with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        adapter.record_fill()
+    node = adapter.fill_node(graph)
+    assert node is not None  # nothing else was recorded
+    sizes = case.sizes()
+
+    def fill() -> None:
+        registry.fill_in(node, batch, **sizes)
+        node.launched()
+        graph  # noqa: B018 - what the node belongs to lives as long as this
+
+    return fill
+
+
 def measure_host_sources(adapter: DeviceAdapter, rounds: int, steps: int) -> Table:
     """Eight slots whose sources are on the host, against one copy of as many bytes from pinned memory."""
     case, device = Case(8, 64, 64), adapter.device
@@ -308,6 +329,8 @@ def measure_host_sources(adapter: DeviceAdapter, rounds: int, steps: int) -> Tab
         "one copy": lambda: target.copy_(packed, non_blocking=True),
         "fill_from": by_registry(registry, batch, case),
     }
+    if adapter.fills_in_graphs:
+        ways["by a graph's node"] = by_node(adapter, registry, batch, case)
     times = take_turns(
         {name: partial(host_microseconds, adapter, step, steps) for name, step in ways.items()},
         rounds,

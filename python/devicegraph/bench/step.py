@@ -110,8 +110,7 @@ def measure_engine(
     steps = Table(title)
     parts = Table(f"{title}: where the host's time goes, us")
     with runner_of(engine) as runner:
-        runner.capture()
-        steps.title += f"; fills by `{getattr(runner.buffer_registry, 'executor', 'foreach')}`"
+        steps.title += f"; filled by `{runner.capture().executor}`"
         for size in engine.buckets:
             batch = engine.batch(size, seed=1)
             runner.run(batch)
