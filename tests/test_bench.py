@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,10 +126,10 @@ def test_the_parts_of_a_step_are_its_own_and_do_what_the_step_does() -> None:
 
 
 def test_shared_executables_are_measured_beside_the_others() -> None:
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as keep:
         notes: list[str] = []
         engine = step.engine_on(torch.device("cpu"), TINY)
-        ((table, line),) = memory.measure_sharing("tiny", engine, dg.get_device_adapter("cpu"), notes)
+        ((table, line),) = memory.measure_sharing("tiny", engine, dg.get_device_adapter("cpu"), notes, keep)
     assert (line["model"], line["graphs"], len(table.rows)) == ("tiny, shared executables", 3, 3)
     assert notes[0].startswith("tiny, shared executables: 0.0")
 

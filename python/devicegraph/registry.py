@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
@@ -302,23 +301,33 @@ class CudaGraphBufferRegistry:
                     sources[index] = slot.source_fn(batch, context)
         elif type(batch) is dict or not is_mapping(batch):
             self._direct_kinds.add(type(batch))
-        prepared = self._prepared
         if is_unread:
             sizes = (*sizes[:4], True)
-        # A source that requires grad would give the buffers a history.
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            if torch._C._len_torch_dispatch_stack() > 0:
-                # Somebody records operators, or carries them out himself: the core's writes would pass him by.
-                if node is not None:
-                    node.clear()
-                self._recorded.run(sizes, sources)
-            elif node is None:
-                prepared.run(sizes, sources)
-            else:
-                prepared.run_in(node, sizes, sources)
-            if context is not None:
-                for post_fill, buffer in self._hooks:
-                    post_fill(buffer, batch, context)
+        if torch.is_grad_enabled():
+            # A source that requires grad would give the buffers a history.
+            with torch.no_grad():
+                self._carry_out(sizes, sources, node)
+                self._call_hooks(batch, context)
+        else:
+            self._carry_out(sizes, sources, node)
+            self._call_hooks(batch, context)
+
+    def _carry_out(self, sizes: Sizes, sources: list[Any], node: FillNode | None) -> None:
+        prepared = self._prepared
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # Somebody records operators, or carries them out himself: the core's writes would pass him by.
+            if node is not None:
+                node.clear()
+            self._recorded.run(sizes, sources)
+        elif node is None:
+            prepared.run(sizes, sources)
+        else:
+            prepared.run_in(node, sizes, sources)
+
+    def _call_hooks(self, batch: Any, context: FillContext | None) -> None:
+        if context is not None:
+            for post_fill, buffer in self._hooks:
+                post_fill(buffer, batch, context)
 
     # What a step and a graph are about
 

@@ -6,6 +6,7 @@ the device has less of beside them is the executables: the driver's own memory, 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,9 +51,20 @@ def level(adapter: DeviceAdapter) -> DeviceMemory:
 
 
 def capture_each(
-    engine: StepEngine, sizes: list[int], backend: BaseCudaGraphBackend | None = None
+    engine: StepEngine,
+    sizes: list[int],
+    backend: BaseCudaGraphBackend | None = None,
+    *,
+    keep: ExitStack | None = None,
 ) -> list[dict[str, Any]]:
-    """Captures sizes in order, and measures what each of them took; everything is dropped again.
+    """Captures sizes in order, and measures what each of them took.
+
+    Args:
+        engine: whose forward is captured.
+        sizes: of the graphs.
+        backend: how to capture; by default with an executable for each graph.
+        keep: what drops the graphs in the end; by default they are dropped at once. A driver keeps the memory of
+            executables that were dropped, and the next ones seem to take none.
 
     Returns:
         For each size: what the allocator reserved, and how much of that is held by tensors that live on; what the
@@ -60,7 +72,8 @@ def capture_each(
     """
     rows: list[dict[str, Any]] = []
     options = {} if backend is None else {"backend": backend}
-    with runner_of(engine, **options) as runner, freeze_gc(), model_capture_mode(), torch.no_grad():
+    with ExitStack() as dropped, freeze_gc(), model_capture_mode(), torch.no_grad():
+        runner = (dropped if keep is None else keep).enter_context(runner_of(engine, **options))
         assert runner.backend is not None  # decode is captured
         runner.buffer_registry.reset_index_buffers()
         with runner.backend.capture_session():
@@ -86,7 +99,7 @@ def capture_each(
 
 
 def measure_sharing(
-    title: str, engine: StepEngine, adapter: DeviceAdapter, notes: list[str]
+    title: str, engine: StepEngine, adapter: DeviceAdapter, notes: list[str], keep: ExitStack
 ) -> list[tuple[Table, dict[str, Any]]]:
     """`measure_shape` with shared executables, where the device has them."""
     make: Any = backend_class(adapter.type, "full")
@@ -95,19 +108,20 @@ def measure_sharing(
     except BackendError as error:
         notes.append(f"shared executables are left out: {error.message}")
         return []
-    measured = measure_shape(f"{title}, shared executables", engine, notes, backend)
+    measured = measure_shape(f"{title}, shared executables", engine, notes, keep, backend)
     notes.append(f"{title}, shared executables: {backend.executables.seconds_per_switch or 0:.5f} s for each switch")
     return [measured]
 
 
 def measure_shape(
-    title: str, engine: StepEngine, notes: list[str], backend: BaseCudaGraphBackend | None = None
+    title: str, engine: StepEngine, notes: list[str], keep: ExitStack, backend: BaseCudaGraphBackend | None = None
 ) -> tuple[Table, dict[str, Any]]:
     """The table of bytes by bucket of an engine, and the line that sums it up."""
     sizes = sorted(engine.buckets, reverse=True)
-    capture_each(engine, sizes)  # kernels are loaded from now on, and what libraries keep for a stream is there
-    alone = capture_each(engine, sizes[:1])[0]
-    rows = capture_each(engine, sizes, backend)
+    # Kernels are loaded from then on, and what libraries keep for a stream is there.
+    capture_each(engine, sizes, keep=keep)
+    alone = capture_each(engine, sizes[:1], keep=keep)[0]
+    rows = capture_each(engine, sizes, backend, keep=keep)
     reserved = sum(row["reserved"] for row in rows)
     outputs = sum(row["output"] for row in rows)
     beside = None if rows[0]["beside"] is None else sum(row["beside"] for row in rows)
@@ -149,14 +163,13 @@ def measure(adapter: DeviceAdapter, *, small: bool = False, share: bool = False)
     summary = Table("all graphs against the largest alone, allocator memory; executables are apart")
     tables = []
     shapes = SMALL_SHAPES if small or adapter.type == "cpu" else SHAPES
-    for title, shape in shapes.items():
-        with freeze_gc():
+    with ExitStack() as keep, freeze_gc():
+        for title, shape in shapes.items():
             engine = engine_on(adapter.device, shape)
-            measured = [measure_shape(title, engine, result.notes)]
+            measured = [measure_shape(title, engine, result.notes, keep)]
             if share:
-                measured += measure_sharing(title, engine, adapter, result.notes)
-        tables += [table for table, _ in measured]
-        summary.rows += [line for _, line in measured]
-        del engine  # and its model, before the next one is made
+                measured += measure_sharing(title, engine, adapter, result.notes, keep)
+            tables += [table for table, _ in measured]
+            summary.rows += [line for _, line in measured]
     result.tables = [summary, *tables]
     return result
