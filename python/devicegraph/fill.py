@@ -93,6 +93,8 @@ class _Group(NamedTuple):
     dsts: list[torch.Tensor]
     #: The sources of the first destinations, which are padding.
     constants: list[torch.Tensor]
+    #: The slots whose sources come next, as they are.
+    plain: tuple[int, ...]
     heads: tuple[_Head, ...]
 
 
@@ -125,8 +127,8 @@ class ForeachExecutor:
         def run(sources: list[Any]) -> None:
             for target, value in fills:
                 target.fill_(value)
-            for dsts, constants, heads in groups:
-                srcs = constants.copy()
+            for dsts, constants, plain, heads in groups:
+                srcs = [*constants, *[sources[slot] for slot in plain]]
                 for slot, shape, carrier, is_split in heads:
                     source = sources[slot]
                     if shape is not None:
@@ -145,7 +147,8 @@ class ForeachExecutor:
 
     def _group(self, group: CopyGroup, buffers: Sequence[torch.Tensor], pads: Sequence[HostValue]) -> _Group:
         writes, reads = getattr(torch, group.writes), getattr(torch, group.reads)
-        dsts, constants, heads = [], [], []
+        dsts, constants, plain, heads = [], [], [], []
+        others: list[torch.Tensor] = []
         for slot, offsets, length, is_zero in group.tails:
             runs = [_block(buffers[slot], offset, [length], [1]).view(writes) for offset in offsets]
             constant = self._constant(buffers[slot], 0 if is_zero else pads[slot]).view(writes)
@@ -156,13 +159,18 @@ class ForeachExecutor:
             # view of it. A source without dimensions is one element.
             view = [len(offsets), length] if len(offsets) > 1 else shape or [1]
             block = view[1:] if len(offsets) > 1 else view
-            dsts += [_block(buffers[slot], offset, block, row_major(block)).view(writes) for offset in offsets]
+            targets = [_block(buffers[slot], offset, block, row_major(block)).view(writes) for offset in offsets]
             # Where the group casts, sources are of the type that it reads; else their bytes are moved.
             is_carried = group.writes == group.reads and buffers[slot].dtype != reads
-            heads.append(
-                _Head(slot, tuple(view) if view != shape else None, reads if is_carried else None, len(offsets) > 1)
-            )
-        return _Group(dsts, constants, tuple(heads))
+            if view == shape and not is_carried and len(offsets) == 1:
+                plain.append(slot)
+                dsts += targets
+            else:
+                heads.append(
+                    _Head(slot, tuple(view) if view != shape else None, reads if is_carried else None, len(offsets) > 1)
+                )
+                others += targets
+        return _Group([*dsts, *others], constants, tuple(plain), tuple(heads))
 
     def _constant(self, buffer: torch.Tensor, value: HostValue) -> torch.Tensor:
         """As many bytes of one value as the longest tail of a group has, in the buffer's dtype and on its device."""
