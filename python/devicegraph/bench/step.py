@@ -89,14 +89,31 @@ def parts_of(runner: DecodeCudaGraphRunner, batch: Any) -> dict[str, Callable[[]
     sizes = {"raw_bs": bs, "padded_bs": key.size, "raw_num_tokens": num_tokens, "padded_num_tokens": key.size}
     bucket = {"padded_bs": key.size, "padded_num_tokens": key.size}
     static = registry.extract_buffer(**bucket, forward_batch_template=batch)
-    return {
+    replay: Callable[[], Any] = graph.launch or (lambda: backend.replay(key, static))
+
+    def fill_and_replay() -> None:
+        fill_step()
+        replay()
+        if graph.node is not None:
+            graph.node.launched()
+
+    def fill_step() -> None:
+        if graph.node is None:
+            registry.fill_from(batch, **sizes)
+        else:
+            registry.fill_in(graph.node, batch, **sizes)
+
+    parts = {
         "graph": backend.captured[key].recording.replay,
+        "fill and replay": fill_and_replay,
         "decide": lambda: runner.can_run(batch),
-        "fill": lambda: registry.fill_from(batch, **sizes),
-        "extract": lambda: registry.extract_buffer(**bucket, forward_batch_template=batch),
-        "replay": lambda: backend.replay(key, static),
+        "fill": fill_step,
+        "replay": replay,
         "trim": lambda: graph.trim(bs, clone=False),
     }
+    if graph.launch is None:
+        parts["show"] = lambda: registry.extract_buffer(**bucket, forward_batch_template=batch)
+    return parts
 
 
 def _median_host(adapter: DeviceAdapter, step: Callable[[], Any], blocks: int) -> float:
@@ -116,8 +133,12 @@ def measure_engine(
             runner.run(batch)
             pieces = parts_of(runner, batch)
             ways: dict[str, Callable[[], Any]] = {"graph": pieces.pop("graph"), "run": partial(runner.run, batch)}
+            both = pieces.pop("fill and replay")
             host = take_turns(
-                {name: partial(_median_host, adapter, step, blocks) for name, step in {**ways, **pieces}.items()},
+                {
+                    name: partial(_median_host, adapter, step, blocks)
+                    for name, step in {**ways, "both": both, **pieces}.items()
+                },
                 rounds,
             )
             queued = take_turns(
@@ -130,6 +151,7 @@ def measure_engine(
                 {
                     "bs": size,
                     "replay host us": statistics.median(host["graph"]),
+                    "fill and replay host us": statistics.median(host["both"]),
                     "step host us": statistics.median(host["run"]),
                     "host us more": Spread.difference(host["run"], host["graph"]),
                     "replay us": statistics.median(queued["graph"]),
