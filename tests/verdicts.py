@@ -194,6 +194,9 @@ _table(
     median=lambda s: s.x.median(),
     searchsorted=lambda s: torch.searchsorted(s.x[:, 0].sort()[0], s.y[:, 0].contiguous()),
     attention=lambda s: F.scaled_dot_product_attention(*[s.x.view(1, 1, 8, 4)] * 3, is_causal=True),
+    attention_in_half_precision=lambda s: F.scaled_dot_product_attention(
+        *[s.x.view(1, 1, 8, 4).expand(1, 1, 8, 4).repeat(1, 1, 1, 2).bfloat16()] * 3, is_causal=True
+    ),
     attention_with_a_mask=lambda s: F.scaled_dot_product_attention(
         *[s.x.view(1, 1, 8, 4)] * 3, attn_mask=s.mask.view(1, 1, 1, 8)
     ),

@@ -155,7 +155,7 @@ class OperatorCheck(TorchDispatchMode):
             # The forward ran in its warm-ups, so it is the fake kernel that cannot do this.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise refuse("tape-limit", name, f"torch's fake kernel of it fails: {reason[0]}") from error
-        if any(not isinstance(leaf, torch.Tensor) and leaf is not None for leaf in tree_leaves(result)):
+        if any(not _is_of_form(leaf) for leaf in tree_leaves(result)):
             raise refuse("host-read", name)  # a number or a boolean that depends on values
         _check_dense(name, result)
         return result
@@ -169,6 +169,14 @@ class OperatorCheck(TorchDispatchMode):
             form = torch._neg_view(form)
         sources[form.untyped_storage()._cdata] = tensor
         return FakeTensor(self._fake, form, tensor.device)
+
+
+def _is_of_form(leaf: Any) -> bool:
+    """Whether what an operator returns says nothing of values: tensors, and sizes.
+
+    CUDA's flash attention returns the length of the longest sequence beside its output.
+    """
+    return isinstance(leaf, torch.Tensor) or leaf is None or type(leaf) is int
 
 
 @functools.cache
