@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devicegraph as dg
-from devicegraph.differences import Result, first_difference, first_far
 from devicegraph.testing import check_runner
+from devicegraph.verifying.differences import Result, first_difference, first_far
 from engines import ToyEngine, ToyPrefill, config
 from leaks import FORMS, KINDS, USUAL, ZERO, Kind, WithSlots, captured, flat, leaky
 
