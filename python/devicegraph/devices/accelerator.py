@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from devicegraph.devices.graph_pool import GraphMemoryPool
 
 #: What is called of a module: how many positional arguments, and which keywords.
 MODULE_CALLS: Final = {
