@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 
 from devicegraph.auditing import audit
-from devicegraph.backends import BaseCudaGraphBackend, capture_failed
+from devicegraph.backends.base import BaseCudaGraphBackend, capture_failed
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.borrowed import outputs_are_debugged
 from devicegraph.config import CudaGraphConfig
