@@ -78,6 +78,27 @@ class ToyEngine:
         )
 
 
+class ShortOfMemory(ToyEngine):
+    """Runs out of memory above so many requests."""
+
+    most = 2
+
+    def forward(self, batch: Any) -> Any:
+        if batch.batch_size > self.most:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return super().forward(batch)
+
+
+class CountsSteps(ToyEngine):
+    """Has Python add the number of the step, which a graph does once."""
+
+    step = 0
+
+    def forward(self, batch: Any) -> Any:
+        self.step += 1
+        return super().forward(batch) + self.step
+
+
 def config(**decode: Any) -> dg.CudaGraphConfig:
     return dg.CudaGraphConfig(decode=decode)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import devicegraph as dg
-from devicegraph.backends import Captured, breakable
+from devicegraph.backends import breakable
+from devicegraph.backends.base import Captured
 from devicegraph.backends.breaks import Break, BreakRecorder, recording_breaks
 from devicegraph.outputs import tensors_of
 

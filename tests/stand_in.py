@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import devicegraph as dg
-from devicegraph.devices.cpu import CpuDevice, TapeEvent, TapeGraph, TapeStream, _thread
+from devicegraph.devices.cpu import CpuDevice, TapeGraph
+from devicegraph.devices.tape_streams import TapeEvent, TapeStream, thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -167,7 +168,7 @@ def current_stream(device: Any = None) -> Any:
 
 
 def set_stream(stream: Any) -> None:
-    _thread.stream = stream
+    thread.stream = stream
 
 
 def stream(stream: Any) -> AbstractContextManager[Any]:

@@ -8,11 +8,9 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import devicegraph as dg
 from devicegraph.runners.progress import show_progress
-from engines import ToyEngine
+from engines import ShortOfMemory, ToyEngine
 
 if TYPE_CHECKING:
     import pytest
@@ -23,20 +21,9 @@ EVENTS = [
 ]
 
 
-class Drops(ToyEngine):
-    """Has no room for its largest bucket."""
-
-    rank = 0
-
-    def forward(self, batch: Any) -> Any:
-        if batch.batch_size == 4:
-            raise torch.OutOfMemoryError("no room for 2 GiB")
-        return super().forward(batch)
-
-
 def test_a_capture_is_quiet_and_logs_under_one_name(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     caplog.set_level(logging.INFO, logger="devicegraph")
-    with dg.DecodeCudaGraphRunner(Drops(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [2, 4]})) as runner:
+    with dg.DecodeCudaGraphRunner(ShortOfMemory(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [2, 4]})) as runner:
         report = runner.capture()
     assert {record.name for record in caplog.records} == {"devicegraph"}
     assert [(record.levelname, record.devicegraph["event"]) for record in caplog.records] == [  # type: ignore[attr-defined]
@@ -59,7 +46,7 @@ def test_a_program_that_sets_up_no_logging_sees_nothing_and_one_that_does_sees_a
 ) -> None:
     # Without handlers, Python itself would write warnings to standard error.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with dg.DecodeCudaGraphRunner(Drops(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [4]})) as runner:
+    with dg.DecodeCudaGraphRunner(ShortOfMemory(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [4]})) as runner:
         runner.capture()
         logging.getLogger("another").warning("heard")
         assert capsys.readouterr() == ("", "heard\n")
@@ -70,13 +57,13 @@ def test_a_program_that_sets_up_no_logging_sees_nothing_and_one_that_does_sees_a
     assert [line.split(",")[0] for line in lines] == [
         "capture decode: 1/1",
         "decode",
-        "decode: dropped bucket 4: decode: capturing bucket 4 failed: OutOfMemoryError: no room for 2 GiB",
+        "decode: dropped bucket 4: decode: capturing bucket 4 failed: OutOfMemoryError: tried to allocate 2 GiB",
     ]
 
 
 def test_other_ranks_log_what_went_wrong_and_no_progress(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="devicegraph")
-    engine = Drops(max_bs=4)
+    engine = ShortOfMemory(max_bs=4)
     engine.rank = 1
     with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [2, 4]})) as runner:
         runner.capture()

@@ -160,3 +160,9 @@ def test_the_guide_names_every_hook_and_no_other() -> None:
     named = set(re.findall(r"`(\w+)(?:\([^)]*\))?`", table.split("\n\n")[0]))
     hooks = {name for name in vars(Hooks(ToyEngine())) if name != "rank"}
     assert hooks <= named
+
+
+def test_the_readme_lists_every_page() -> None:
+    _, _, more = (ROOT / "README.md").read_text(encoding="utf-8").partition("## More\n")
+    listed = re.findall(r"\]\(docs/([\w-]+\.md)", more)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))

@@ -15,7 +15,7 @@ import torch
 import devicegraph as dg
 from devicegraph.backends import backend_class
 from devicegraph.report import format_bytes
-from engines import ToyEngine
+from engines import ShortOfMemory, ToyEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,13 +129,9 @@ def test_a_capture_reports_its_estimate_and_its_shared_buffers() -> None:
 
 
 def test_an_estimate_of_what_does_not_fit_says_so() -> None:
-    class Full(ToyEngine):
-        def forward(self, batch: object) -> object:
-            raise torch.OutOfMemoryError("no room for 2 GiB")
-
-    runner = dg.DecodeCudaGraphRunner(Full(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [2]}))
+    runner = dg.DecodeCudaGraphRunner(ShortOfMemory(max_bs=4), config=dg.CudaGraphConfig(decode={"bs": [4]}))
     with pytest.raises(
-        dg.CaptureError, match=r"bucket 2 was captured for an estimate, and dropped: .* no room for 2 GiB"
+        dg.CaptureError, match=r"bucket 4 was captured for an estimate, and dropped: .* tried to allocate 2 GiB"
     ):
         runner.estimate_capture()
     assert not runner.graphs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devicegraph as dg
-from engines import ToyEngine, ToyPrefill, config
+from engines import CountsSteps, ShortOfMemory, ToyEngine, ToyPrefill, config
 from leaks import KINDS, WithSlots
 
 if TYPE_CHECKING:
@@ -62,14 +62,6 @@ def captured(engine: Any, bs: list[int], **options: Any) -> dict[str, Any]:
 # My output is wrong.
 
 
-class Step(ToyEngine):
-    step = 0
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        self.step += 1
-        return super().forward(batch) + self.step
-
-
 class Noisy(ToyEngine):
     def forward(self, batch: Any) -> torch.Tensor:
         logits = super().forward(batch)
@@ -101,7 +93,7 @@ def overwritten() -> dict[str, Any]:
 WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "Padding leaks": leaking,
     "Something stale is read": stale,
-    "A replay is not what eager gives": lambda: captured(Step(max_bs=4), [3]),
+    "A replay is not what eager gives": lambda: captured(CountsSteps(max_bs=4), [3]),
     "Two replays differ": lambda: captured(Noisy(max_bs=4), [3]),
     "Nothing is found": overwritten,
 }
@@ -215,8 +207,14 @@ def outvoted() -> tuple[Any, Any]:
     return runner, engine.batch([3])
 
 
+def short(*, most: int) -> ShortOfMemory:
+    engine = ShortOfMemory(max_bs=8)
+    engine.most = most
+    return engine
+
+
 def memory_short() -> tuple[Any, Any]:
-    engine = Short(max_bs=8)
+    engine = short(most=4)
     runner = dg.DecodeCudaGraphRunner(engine, config=config(bs=[4, 8]))
     runner.capture()
     engine.most = 8
@@ -231,20 +229,8 @@ def backend_of_ones_own() -> tuple[Any, Any]:
     return runner, engine.batch([3])
 
 
-class Short(ToyEngine):
-    """Runs out of memory above a size."""
-
-    most = 4
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        if batch.batch_size > self.most:
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return super().forward(batch)
-
-
 def nothing_left() -> tuple[Any, Any]:
-    engine = Short(max_bs=8)
-    engine.most = 0
+    engine = short(most=0)
     runner = dg.DecodeCudaGraphRunner(engine, config=config(bs=[4]))
     runner.capture()
     engine.most = 8
@@ -335,7 +321,7 @@ def test_a_capture_that_fails_leads_to_its_cause(cause: str, capsys: pytest.Capt
 
 
 def test_memory_that_runs_out_leads_to_the_bucket_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    follow("It runs out of memory", "A bucket is dropped", staged(Short(max_bs=8), [4, 8]), capsys)
+    follow("It runs out of memory", "A bucket is dropped", staged(short(most=4), [4, 8]), capsys)
 
 
 def test_every_cause_on_the_page_is_staged() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devicegraph as dg
-from devicegraph.differences import Result, first_difference, first_far
 from devicegraph.testing import check_runner
-from engines import ToyEngine, ToyPrefill, config
+from devicegraph.verifying.differences import Result, first_difference, first_far
+from engines import CountsSteps, ToyEngine, ToyPrefill, config
 from leaks import FORMS, KINDS, USUAL, ZERO, Kind, WithSlots, captured, flat, leaky
 
 
@@ -276,14 +276,7 @@ def test_rows_that_the_engine_writes_itself_before_the_fill_are_left_to_it() -> 
 
 
 def test_what_python_computed_at_capture_is_not_what_eager_gives() -> None:
-    class Counts(ToyEngine):
-        step = 0
-
-        def forward(self, batch: Any) -> torch.Tensor:
-            self.step += 1
-            return super().forward(batch) + self.step
-
-    engine = Counts(max_bs=4)
+    engine = CountsSteps(max_bs=4)
     with captured(engine) as runner:
         report = dg.verify(runner, [engine.batch([3, 5])], state=state_of(engine))
     assert [finding.proof for finding in report.findings] == ["eager"]

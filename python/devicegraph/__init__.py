@@ -108,10 +108,10 @@ if TYPE_CHECKING:
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
-    from devicegraph.verification import verify as verify
-    from devicegraph.verification_report import SkippedBatch as SkippedBatch
-    from devicegraph.verification_report import VerifyFinding as VerifyFinding
-    from devicegraph.verification_report import VerifyReport as VerifyReport
+    from devicegraph.verifying import verify as verify
+    from devicegraph.verifying.report import SkippedBatch as SkippedBatch
+    from devicegraph.verifying.report import VerifyFinding as VerifyFinding
+    from devicegraph.verifying.report import VerifyReport as VerifyReport
 
 #: The module of each public name. A test holds it equal to the imports above, which are what type checkers read.
 _MODULES = {
@@ -257,8 +257,8 @@ _MODULES = {
         "GraphSlot",
         "PaddingPolicy",
     ),
-    "verification": ("verify",),
-    "verification_report": (
+    "verifying": ("verify",),
+    "verifying.report": (
         "SkippedBatch",
         "VerifyFinding",
         "VerifyReport",

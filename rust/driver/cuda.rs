@@ -188,10 +188,10 @@ impl Device {
         let grid = blocks.max(1);
         if entries.len() <= SMALL {
             let mut table = Parameters::<SMALL>::new(entries, blocks);
-            call(self.small, grid, (&mut [(&raw mut table).cast()]).as_mut_ptr())
+            call(self.small, grid, [(&raw mut table).cast()].as_mut_ptr())
         } else {
             let mut table = Parameters::<LAUNCH_ENTRIES>::new(entries, blocks);
-            call(self.large, grid, (&mut [(&raw mut table).cast()]).as_mut_ptr())
+            call(self.large, grid, [(&raw mut table).cast()].as_mut_ptr())
         }
     }
 

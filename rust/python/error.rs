@@ -3,13 +3,14 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
 use super::value::{quoted, to_python, to_value};
 use crate::document::Value;
-use crate::error::{ConfigError, Issue, place, write_issue};
+use crate::error::{ConfigError, DriverError, Issue, place, write_issue};
 
 mod exceptions {
+    pyo3::import_exception!(devicegraph.errors, BackendError);
     pyo3::import_exception!(devicegraph.errors, ConfigError);
 }
 
@@ -125,6 +126,18 @@ impl From<ConfigError> for PyErr {
             };
             // What goes wrong while raising (no memory) is raised instead.
             raise().map_or_else(|other| other, PyErr::from_value)
+        })
+    }
+}
+
+impl From<DriverError> for PyErr {
+    fn from(error: DriverError) -> Self {
+        Python::attach(|py| {
+            let kwargs = PyDict::new(py);
+            let made = kwargs
+                .set_item("code", "cuda-driver")
+                .and_then(|()| py.get_type::<exceptions::BackendError>().call((error.to_string(),), Some(&kwargs)));
+            made.map_or_else(|error| error, PyErr::from_value)
         })
     }
 }

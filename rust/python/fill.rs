@@ -1,12 +1,19 @@
-//! `FillTables`, `FillTable`, `FillNode`, `HostRing`: fills that the core carries out itself.
+//! `FillTables` and `FillTable`: fills that the core carries out itself.
 
-use std::sync::{Arc, Mutex, PoisonError};
+mod kernel;
+mod ring;
+mod sources;
+
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyCapsule, PyDict, PyFloat, PyInt, PyList, PyString, PyType};
+use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 
+use self::kernel::Pending;
+pub(super) use self::kernel::{FillKernel, FillNode, update_executable};
+pub(super) use self::ring::HostRing;
+use self::sources::Wanted;
 use super::plan::{FillPlan, FillPlanner, sizes};
 use crate::driver::cuda;
 use crate::driver::dlpack::{Exchange, Form};
@@ -15,161 +22,6 @@ use crate::dtype::DType;
 use crate::error::DriverError;
 use crate::step::{Source, Work};
 use crate::table::{Buffer, Entry, Given, Origin, Place, Table};
-
-mod exceptions {
-    pyo3::import_exception!(devicegraph.errors, BackendError);
-}
-
-impl From<DriverError> for PyErr {
-    fn from(error: DriverError) -> Self {
-        Python::attach(|py| {
-            let kwargs = PyDict::new(py);
-            let made = kwargs
-                .set_item("code", "cuda-driver")
-                .and_then(|()| py.get_type::<exceptions::BackendError>().call((error.to_string(),), Some(&kwargs)));
-            made.map_or_else(|error| error, PyErr::from_value)
-        })
-    }
-}
-
-/// Pinned host memory in blocks that take turns, so that none is written while the device may still read it.
-#[pyclass(frozen, module = "devicegraph._core")]
-pub(super) struct HostRing {
-    device: Arc<cuda::Device>,
-    address: u64,
-    block_bytes: usize,
-    events: Vec<u64>,
-    /// The block in use, and which ones have been marked since they were written.
-    state: Mutex<(usize, Vec<bool>)>,
-    /// ADDRESS: the memory, which goes after everything queued has read it: see `drop`.
-    _memory: Py<PyAny>,
-}
-
-#[pymethods]
-impl HostRing {
-    #[new]
-    #[pyo3(signature = (memory, address, *, block_bytes, blocks, kernel))]
-    fn new(memory: Py<PyAny>, address: u64, block_bytes: usize, blocks: usize, kernel: &FillKernel) -> PyResult<Self> {
-        let device = kernel.0.clone();
-        let events = (0..blocks.max(1)).map(|_| device.event()).collect::<Result<Vec<_>, _>>()?;
-        let state = Mutex::new((0, vec![false; events.len()]));
-        Ok(Self { device, address, block_bytes, events, state, _memory: memory })
-    }
-}
-
-impl HostRing {
-    /// The next block, once the device has read what it held.
-    fn next(&self, py: Python<'_>) -> Result<u64, DriverError> {
-        let (block, is_marked) = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            state.0 = (state.0 + 1) % self.events.len();
-            let block = state.0;
-            (block, std::mem::take(&mut state.1[block]))
-        };
-        if is_marked && !self.device.is_done(self.events[block])? {
-            py.detach(|| self.device.wait(self.events[block]))?;
-        }
-        Ok(self.address + (block * self.block_bytes) as u64)
-    }
-
-    /// Marks the block in use as read by what is queued on a stream so far.
-    fn mark(&self, stream: u64) -> Result<(), DriverError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let block = state.0;
-        state.1[block] = true;
-        self.device.record(self.events[block], stream)
-    }
-}
-
-impl Drop for HostRing {
-    fn drop(&mut self) {
-        for (event, is_marked) in
-            self.events.iter().zip(&self.state.get_mut().unwrap_or_else(PoisonError::into_inner).1)
-        {
-            // The memory goes with the ring: what is queued must have read it.
-            if *is_marked {
-                drop(self.device.wait(*event));
-            }
-            self.device.destroy(*event);
-        }
-    }
-}
-
-/// A CUDA device with the fill kernel loaded.
-#[pyclass(frozen, module = "devicegraph._core")]
-pub(super) struct FillKernel(Arc<cuda::Device>);
-
-#[pymethods]
-impl FillKernel {
-    #[new]
-    #[pyo3(signature = (index, /))]
-    fn new(index: i32) -> PyResult<Self> {
-        Ok(Self(Arc::new(cuda::Device::open(index)?)))
-    }
-
-    /// The node of a captured graph that runs the fill kernel, in its executable; None where there is not exactly one.
-    #[pyo3(signature = (*, graph, executable))]
-    fn fill_node(&self, graph: u64, executable: u64) -> PyResult<Option<FillNode>> {
-        let nodes = self.0.fill_nodes(graph)?;
-        let [node] = nodes[..] else { return Ok(None) };
-        Ok(Some(FillNode { device: self.0.clone(), executable, node, pending: Mutex::default() }))
-    }
-
-    /// Queues a table that writes nothing on a stream.
-    #[pyo3(signature = (stream, /))]
-    fn launch_empty(&self, stream: u64) -> PyResult<()> {
-        Ok(self.0.launch(stream, &[], 0)?)
-    }
-}
-
-/// Makes an executable one of another graph of the same topology.
-#[pyfunction]
-#[pyo3(signature = (*, executable, graph))]
-pub(super) fn update_executable(executable: u64, graph: u64) -> PyResult<bool> {
-    Ok(cuda::update_executable(executable, graph)?)
-}
-
-/// The fill kernel as a node of a graph's executable.
-#[pyclass(frozen, module = "devicegraph._core")]
-pub(super) struct FillNode {
-    device: Arc<cuda::Device>,
-    executable: u64,
-    node: u64,
-    pending: Mutex<Pending>,
-}
-
-/// What the next launch of a node reads.
-#[derive(Default)]
-struct Pending {
-    /// ADDRESS: the sources, until the launch is queued; from then on the order of the stream keeps their memory.
-    _sources: Vec<Py<PyAny>>,
-    /// The ring whose block in use it reads, and what knows the stream.
-    ring: Option<(Py<HostRing>, Arc<Shared>)>,
-}
-
-#[pymethods]
-impl FillNode {
-    /// Makes the node write nothing.
-    fn clear(&self) -> PyResult<()> {
-        self.device.point(self.executable, self.node, &[], 0)?;
-        drop(self.replace(Pending::default()));
-        Ok(())
-    }
-
-    /// Lets go of what the launch that was just queued reads.
-    fn launched(&self, py: Python<'_>) -> PyResult<()> {
-        match self.replace(Pending::default()).ring {
-            Some((ring, shared)) => shared.mark(py, ring.get()),
-            None => Ok(()),
-        }
-    }
-}
-
-impl FillNode {
-    fn replace(&self, pending: Pending) -> Pending {
-        std::mem::replace(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), pending)
-    }
-}
 
 /// What all tables of a set of slots have in common.
 struct Shared {
@@ -215,27 +67,6 @@ impl Shared {
     }
 }
 
-/// What a slot's source has to be.
-enum Wanted {
-    Nothing,
-    /// A tensor of a form that spans so many bytes.
-    Tensor(Form, u64),
-    /// A number for a slot of that type.
-    Number(DType),
-}
-
-/// The bits of a plain number as an element of a type that holds it.
-fn number_bits(dtype: DType, number: &Bound<'_, PyAny>) -> Option<u64> {
-    if number.is_exact_instance_of::<PyFloat>() {
-        return dtype.bits_of_real(number.extract().ok()?);
-    }
-    if number.is_exact_instance_of::<PyBool>() {
-        return dtype.bits_of_integer(i128::from(number.extract::<bool>().ok()?));
-    }
-    number.is_exact_instance_of::<PyInt>().then_some(())?;
-    dtype.bits_of_integer(number.extract::<i64>().ok()?.into())
-}
-
 /// The tables of a set of slots.
 #[pyclass(frozen, module = "devicegraph._core")]
 pub(super) struct FillTables {
@@ -267,8 +98,8 @@ impl FillTables {
         let mut spans: Vec<_> = buffers.iter().map(|(address, bytes, _)| (*address, address + bytes)).collect();
         spans.sort_unstable();
         let device = kernel.map(|(index, kernel)| (index, kernel.0.clone()));
-        let shared = Arc::new(Shared { exchange, kinds, fields, device, stream_of, spans });
-        let buffers = buffers.iter().map(|(address, _, pad_bits)| Buffer { address: *address, pad_bits: *pad_bits });
+        let shared = Arc::new(Shared { exchange, kinds, device, fields, stream_of, spans });
+        let buffers = buffers.into_iter().map(|(address, _, pad_bits)| Buffer { address, pad_bits });
         Ok(Self { planner, shared, buffers: buffers.collect(), ring })
     }
 
@@ -421,94 +252,6 @@ impl FillTable {
 }
 
 impl FillTable {
-    /// For each source its address, or the bits of a number; none where one is not what the table was made for.
-    fn read(&self, sources: &Bound<'_, PyList>) -> PyResult<Option<Vec<u64>>> {
-        let Some(wanted) = self.wanted.as_ref().filter(|wanted| wanted.len() == sources.len()) else {
-            return Ok(None);
-        };
-        let mut values = Vec::with_capacity(wanted.len());
-        for (source, wanted) in sources.iter().zip(wanted) {
-            match self.value(&source, wanted)? {
-                Some(value) => values.push(value),
-                None => return Ok(None),
-            }
-        }
-        Ok(Some(values))
-    }
-
-    /// As `read`, of a batch's fields; none for a mapping that is no dictionary, too.
-    fn read_batch<'py>(
-        &self,
-        batch: &Bound<'py, PyAny>,
-        mut keep: impl FnMut(Bound<'py, PyAny>),
-    ) -> PyResult<Option<Vec<u64>>> {
-        let Some(wanted) = &self.wanted else { return Ok(None) };
-        let dict = batch.cast_exact::<PyDict>().ok();
-        let mut values = Vec::with_capacity(wanted.len());
-        for (name, wanted) in self.shared.fields.iter().zip(wanted) {
-            let source = match (name, dict) {
-                (None, _) => None,
-                (Some(name), Some(dict)) => dict.get_item(name)?,
-                (Some(name), None) => batch.getattr_opt(name)?,
-            };
-            let value = match source {
-                Some(source) => {
-                    let value = self.value(&source, wanted)?;
-                    keep(source);
-                    value
-                }
-                None => matches!(wanted, Wanted::Nothing).then_some(0),
-            };
-            match value {
-                Some(value) => values.push(value),
-                None => return Ok(None),
-            }
-        }
-        Ok(Some(values))
-    }
-
-    fn value(&self, source: &Bound<'_, PyAny>, wanted: &Wanted) -> PyResult<Option<u64>> {
-        match wanted {
-            Wanted::Nothing => Ok(source.is_none().then_some(0)),
-            Wanted::Number(dtype) => Ok(number_bits(*dtype, source)),
-            Wanted::Tensor(form, bytes) => self.address(source.py(), source, form, *bytes),
-        }
-    }
-
-    fn address(&self, py: Python<'_>, source: &Bound<'_, PyAny>, form: &Form, bytes: u64) -> PyResult<Option<u64>> {
-        let kind = source.get_type();
-        let Some(exchange) = self.shared.exchange.filter(|_| self.shared.kinds.iter().any(|known| known.is(&kind)))
-        else {
-            return Ok(None);
-        };
-        let Some(address) = exchange.address(source, form) else {
-            drop(PyErr::take(py));
-            return Ok(None);
-        };
-        // A lazily negated view has the bytes of what it negates.
-        let is_itself =
-            self.shared.is_apart(address, bytes) && !source.call_method0(intern!(py, "is_neg"))?.is_truthy()?;
-        Ok(is_itself.then_some(address))
-    }
-
-    /// As `read`, of sources that were checked.
-    fn trust(&self, sources: &Bound<'_, PyList>) -> PyResult<Vec<u64>> {
-        let py = sources.py();
-        let mut values = vec![0; sources.len()];
-        let entries = self.table.host.iter().chain(&self.table.device).map(|(origin, entry)| (*origin, entry));
-        let staged = self.table.staged.iter().map(|(slot, _, entry)| (Origin::Slot(*slot), entry));
-        for (origin, _) in entries.chain(staged) {
-            let (Origin::Slot(slot) | Origin::Number(slot)) = origin else { continue };
-            let source = sources.get_item(slot)?;
-            values[slot] = match origin {
-                Origin::Number(_) => number_bits(self.dtypes[slot], &source)
-                    .ok_or_else(|| PyValueError::new_err("a number that its slot cannot hold"))?,
-                _ => source.call_method0(intern!(py, "data_ptr"))?.extract()?,
-            };
-        }
-        Ok(values)
-    }
-
     /// Carries out what is in host memory; the address of the ring's block, if there is one.
     fn write_host(&self, py: Python<'_>, values: &[u64]) -> Result<u64, DriverError> {
         let block = self.ring.as_ref().map_or(Ok(0), |ring| ring.get().next(py))?;

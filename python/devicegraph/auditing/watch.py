@@ -19,8 +19,8 @@ from devicegraph.auditing.findings import AUDIT_CODES, AuditFinding
 from devicegraph.auditing.tensors import Made, attributes_of, is_plain, plain_in, reachable, storage_of
 from devicegraph.backends.breaks import CalledBreaks, MarkedCall, recording_breaks
 from devicegraph.devices.host_memory import watched_calls
+from devicegraph.devices.host_reads import READS, TRANSFERS, HostReads
 from devicegraph.devices.tape_check import ALLOCATIONS, OperatorCheck, says_view
-from devicegraph.devices.tape_rules import READS, TRANSFERS, HostReads
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 @functools.cache
 def _device_types() -> tuple[str, ...]:
     """Those whose autocast a model may use. An accelerator may be registered after this module is loaded."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    try:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    except RuntimeError:  # what torch 2.6 says of a vendor's device that does not count itself to it
+        accelerator = None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.backends import BaseCudaGraphBackend, Captured, capture_failed
+from devicegraph.backends.base import BaseCudaGraphBackend, Captured, capture_failed
 from devicegraph.devices.executables import SharedExecutables, random_state
 from devicegraph.outputs import replace_tensors, tensors_of
 

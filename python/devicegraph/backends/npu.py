@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devicegraph.backends import capture_failed
+from devicegraph.backends.base import capture_failed
 from devicegraph.backends.full import FullCudaGraphBackend
 from devicegraph.backends.input_update import (
     InputUpdate,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from devicegraph.backends import BaseCudaGraphBackend, Captured, capture_failed
 from devicegraph.backends.autocast import autocast_as
+from devicegraph.backends.base import BaseCudaGraphBackend, Captured, capture_failed
 from devicegraph.backends.shared_output import SharedOutput
 
 if TYPE_CHECKING:

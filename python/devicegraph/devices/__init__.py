@@ -21,10 +21,10 @@ from devicegraph.devices.adapter import (
     DeviceAdapter,
     DeviceGraph,
     DeviceMemory,
-    GraphMemoryPool,
     SegmentedCapture,
     UpdatableCall,
 )
+from devicegraph.devices.graph_pool import GraphMemoryPool
 from devicegraph.errors import BackendError
 
 __all__ = [

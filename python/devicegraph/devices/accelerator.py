@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from devicegraph.devices.graph_pool import GraphMemoryPool
+
+#: What tells the allocator that a capture has ended: its name, and that in torch 2.6.
+END_BINDINGS: Final = ("endAllocateToPool", "endAllocateCurrentStreamToPool")
 #: What is called of a module: how many positional arguments, and which keywords.
 MODULE_CALLS: Final = {
     "Event": 0,
@@ -238,7 +242,8 @@ class AcceleratorDevice(DeviceAdapter):
         another one; graphs that were captured before keep the old one's memory.
         """
         graph.raw.reset()
-        end, release = self.binding("endAllocateToPool"), self.binding("releasePool")
+        end = next(filter(None, map(self.binding, END_BINDINGS)), None)
+        release = self.binding("releasePool")
         is_usable = False
         if end is not None and release is not None:
             try:

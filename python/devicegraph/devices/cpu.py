@@ -1,9 +1,4 @@
-"""The CPU as a graph device: every rule of a capture on a machine without an accelerator.
-
-Operators run at once, so that streams and events have nothing to order; they exist to be checked. A stream belongs to a
-capture when it was forked from the capturing one, must be joined before the capture ends, and may not wait for outside
-work meanwhile: what CUDA refuses is refused here, with the same meaning of the capture error modes.
-"""
+"""The CPU as a graph device: every rule of a capture on a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -13,154 +8,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory, GraphMemoryPool
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory
+from devicegraph.devices.host_reads import HostReads
 from devicegraph.devices.recorder import Recorder
 from devicegraph.devices.tape_memory import TapeMemory
-from devicegraph.devices.tape_rules import HostMemory, HostReads, refuse
+from devicegraph.devices.tape_rules import HostMemory, refuse
+from devicegraph.devices.tape_streams import (
+    DEFAULT_STREAM,
+    TapeCapture,
+    TapeEvent,
+    TapeStream,
+    capture_here,
+    captures,
+    current_stream,
+    thread,
+    wait_for_device,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from devicegraph.devices.graph_pool import GraphMemoryPool
     from devicegraph.devices.tape import Tape
-    from devicegraph.errors import CaptureError
 
 
-class _Capture:
-    """A capture under way."""
-
-    def __init__(self, stream: TapeStream, error_mode: CaptureErrorMode) -> None:
-        self.origin = stream
-        self.error_mode = error_mode
-        self.work: dict[TapeStream, int] = {stream: 0}
-        """The streams that take part, with the number of operators recorded on each."""
-        self.joined: dict[TapeStream, int] = {}
-        """For each side stream, how many of its operators the capturing stream waits for."""
-        self.refusal: CaptureError | None = None
-        """The first of what was refused. The capture ends with it, as a device's does, even where the model caught it:
-        what it did instead is not what a step would do."""
-
-    def note(self, refusal: CaptureError) -> None:
-        """Keeps the refusal that the capture is going to end with; of several the first."""
-        if self.refusal is None:
-            self.refusal = refusal
-
-    def refuse(self, code: str, operator: str) -> CaptureError:
-        """The error for what the capture refuses; it is noted."""
-        refusal = refuse(code, operator)
-        self.note(refusal)
-        return refusal
-
-    def record(self, operator: str) -> None:
-        """Counts an operator on the current stream, which must take part."""
-        stream = _current_stream()
-        if stream not in self.work:
-            raise self.refuse("foreign-stream", operator)
-        self.work[stream] += 1
-
-    def join(self) -> None:
-        """Makes the capturing stream wait for all others."""
-        self.joined = dict(self.work)
-
-    def check_end(self) -> None:
-        """Refuses to end a capture in which something was refused, or whose side streams were not joined."""
-        if self.refusal is not None:
-            raise self.refusal
-        if any(work > self.joined.get(s, 0) for s, work in self.work.items() if s is not self.origin):
-            raise refuse("unjoined-stream", "")
-
-
-#: The capture of each thread that captures, and what records it.
-_captures: dict[int, _Capture] = {}
+#: What records the capture of each thread that captures.
 _recorders: dict[int, Recorder] = {}
-_thread = threading.local()
-
-
-def _current_stream() -> TapeStream:
-    stream: TapeStream = getattr(_thread, "stream", _DEFAULT_STREAM)
-    return stream
-
-
-def _capture_here() -> _Capture | None:
-    return _captures.get(threading.get_ident())
-
-
-def _wait_for_device(what: str) -> None:
-    """The check of everything that waits for work on the device: refused beside a capture, as its error mode says."""
-    on_wait: Callable[[str], None] | None = getattr(_thread, "on_wait", None)
-    if on_wait is not None:
-        on_wait(what)
-    here = _capture_here()
-    if here is not None:
-        raise here.refuse("synchronize", what)
-    for capture in list(_captures.values()):
-        if capture.error_mode == "global":
-            capture.refuse("synchronize", what)
-            raise refuse("synchronize", what)  # an error of its own: the other one is raised in the capture's thread
-
-
-class TapeEvent:
-    """A point on a stream. Work on the CPU is done when it was launched, so that waiting only checks the rules."""
-
-    def __init__(self) -> None:
-        self._stream: TapeStream | None = None
-        self._capture: _Capture | None = None
-        self._work = 0
-
-    def record(self, stream: TapeStream | None = None) -> None:
-        """Marks the point after what `stream` has been given so far."""
-        self._stream = stream or _current_stream()
-        capture = _capture_here()
-        self._capture = capture if capture is not None and self._stream in capture.work else None
-        self._work = 0 if self._capture is None else self._capture.work[self._stream]
-
-    def wait(self, stream: TapeStream | None = None) -> None:
-        """Makes `stream` wait for the point."""
-        waiting = stream or _current_stream()
-        capture = _capture_here()
-        if self._stream is None or capture is None:
-            return
-        if self._capture is not capture:
-            if waiting in capture.work:
-                raise capture.refuse("uncaptured-event", "wait_event")
-            return
-        capture.work.setdefault(waiting, 0)
-        # Whoever waits carries the streams that the event's stream had joined, too: joining can be transitive.
-        if waiting is capture.origin or waiting in capture.work:
-            capture.joined[self._stream] = max(capture.joined.get(self._stream, 0), self._work)
-
-    def query(self) -> bool:
-        """Whether the point was passed."""
-        _wait_for_device("event.query")
-        return True
-
-    def synchronize(self) -> None:
-        """Waits on the host for the point."""
-        _wait_for_device("event.synchronize")
-
-
-class TapeStream:
-    """An order of work. See the module's text: on the CPU it is there to be checked."""
-
-    def record_event(self, event: TapeEvent | None = None) -> TapeEvent:
-        """Records `event`, or a new one, on this stream."""
-        event = event or TapeEvent()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: TapeEvent) -> None:
-        """Makes this stream wait for `event`."""
-        event.wait(self)
-
-    def wait_stream(self, stream: TapeStream) -> None:
-        """Makes this stream wait for everything given to `stream` so far."""
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        """Waits on the host for everything given to this stream."""
-        _wait_for_device("stream.synchronize")
-
-
-_DEFAULT_STREAM = TapeStream()
 
 
 class TapeGraph:
@@ -228,7 +101,7 @@ class UpdatableTapeGraph(TapeGraph):
 def _replay(tape: Tape | None) -> None:
     if tape is None:
         raise RuntimeError("replay of a graph that holds no capture")
-    here = _capture_here()
+    here = capture_here()
     if here is not None:
         raise here.refuse("nested-capture", "replay")
     tape.replay()
@@ -237,7 +110,7 @@ def _replay(tape: Tape | None) -> None:
 class _Recording:
     """The modes of a capture, and what they have recorded since the last segment ended."""
 
-    def __init__(self, capture: _Capture, recorder: Recorder, reads: HostReads, pool: GraphMemoryPool) -> None:
+    def __init__(self, capture: TapeCapture, recorder: Recorder, reads: HostReads, pool: GraphMemoryPool) -> None:
         self._capture = capture
         self._recorder = recorder
         self._reads = reads
@@ -245,7 +118,7 @@ class _Recording:
 
     def resume(self) -> None:
         """Records from here on."""
-        _captures[threading.get_ident()] = self._capture
+        captures[threading.get_ident()] = self._capture
         _recorders[threading.get_ident()] = self._recorder
         self._recorder.active = self._reads.active = True
 
@@ -253,7 +126,7 @@ class _Recording:
         """Records nothing from here on: operators run."""
         # The modes stay on their stacks. The model may have entered modes of its own since, which must be left first.
         self._recorder.active = self._reads.active = False
-        _captures.pop(threading.get_ident(), None)
+        captures.pop(threading.get_ident(), None)
         _recorders.pop(threading.get_ident(), None)
 
     def finish(self, graph: TapeGraph) -> None:
@@ -265,7 +138,7 @@ class _Recording:
 class _TapeSegments:
     """A segmented capture on the tape."""
 
-    def __init__(self, recording: _Recording, capture: _Capture, on_segment: Callable[[TapeGraph], None]) -> None:
+    def __init__(self, recording: _Recording, capture: TapeCapture, on_segment: Callable[[TapeGraph], None]) -> None:
         self._recording = recording
         self._capture = capture
         self._on_segment = on_segment
@@ -341,13 +214,13 @@ class CpuDevice(DeviceAdapter):
     @contextmanager
     def _record(
         self, pool: GraphMemoryPool, stream: TapeStream, error_mode: CaptureErrorMode
-    ) -> Iterator[tuple[_Recording, _Capture]]:
-        here = _capture_here()
+    ) -> Iterator[tuple[_Recording, TapeCapture]]:
+        here = capture_here()
         if here is not None:
             raise here.refuse("nested-capture", "capture")
-        if stream is _DEFAULT_STREAM:
+        if stream is DEFAULT_STREAM:
             raise refuse("foreign-stream", "capture")
-        capture = _Capture(stream, error_mode)
+        capture = TapeCapture(stream, error_mode)
         reads = HostReads(self._host, capture.note)
         recorder = Recorder(pool.handle, self._host, reads, capture.record, capture.note)
         recording = _Recording(capture, recorder, reads, pool)
@@ -376,17 +249,17 @@ class CpuDevice(DeviceAdapter):
 
     def current_stream(self) -> TapeStream:
         """This thread's current stream."""
-        return _current_stream()
+        return current_stream()
 
     @contextmanager
     def stream_context(self, stream: TapeStream) -> Iterator[TapeStream]:
         """Makes `stream` this thread's current stream for the block."""
-        previous = _current_stream()
-        _thread.stream = stream
+        previous = current_stream()
+        thread.stream = stream
         try:
             yield stream
         finally:
-            _thread.stream = previous
+            thread.stream = previous
 
     def event(self) -> TapeEvent:
         """A new event."""
@@ -394,12 +267,12 @@ class CpuDevice(DeviceAdapter):
 
     def synchronize(self) -> None:
         """Nothing to wait for; refused inside a capture."""
-        _wait_for_device("synchronize")
+        wait_for_device("synchronize")
 
     def is_capturing(self) -> bool:
         """Whether this thread's current stream takes part in a capture."""
-        capture = _capture_here()
-        return capture is not None and _current_stream() in capture.work
+        capture = capture_here()
+        return capture is not None and current_stream() in capture.work
 
     def memory(self) -> DeviceMemory:
         """Bytes of all tapes' memory in the process; the machine's own figures are not told."""
@@ -422,9 +295,9 @@ class CpuDevice(DeviceAdapter):
     @contextmanager
     def watch_waits(self, on_wait: Callable[[str], None]) -> Iterator[None]:
         """Calls `on_wait` for what this thread waits for; see `DeviceAdapter.watch_waits`."""
-        previous = getattr(_thread, "on_wait", None)
-        _thread.on_wait = on_wait
+        previous = getattr(thread, "on_wait", None)
+        thread.on_wait = on_wait
         try:
             yield
         finally:
-            _thread.on_wait = previous
+            thread.on_wait = previous

@@ -14,7 +14,6 @@ from devicegraph.devices.adapter import (
     Availability,
     CaptureErrorMode,
     CaptureSegments,
-    GraphMemoryPool,
     executables_fixed,
 )
 from devicegraph.devices.cuda_streams import SideStreams, installed, watched
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from devicegraph._core import FillNode
+    from devicegraph.devices.graph_pool import GraphMemoryPool
 
 
 class CudaGraph(AcceleratorGraph):

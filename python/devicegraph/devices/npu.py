@@ -18,11 +18,13 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from devicegraph.devices.accelerator import AcceleratorDevice, AcceleratorGraph, first_line, import_error
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, GraphMemoryPool, UpdatableCall
+from devicegraph.devices.adapter import Availability, CaptureErrorMode, UpdatableCall
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from devicegraph.devices.graph_pool import GraphMemoryPool
 
 #: What torch_npu says when the device has no stream left for another graph; error numbers, and a text of the driver.
 _OUT_OF_STREAMS: Final = ("207005", "207008", "Stream resources are insufficient", "Alloc sq cq fail")

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
+    from devicegraph.devices.host_reads import HostReads
     from devicegraph.devices.tape_memory import TapeMemory
-    from devicegraph.devices.tape_rules import HostMemory, HostReads
+    from devicegraph.devices.tape_rules import HostMemory
     from devicegraph.errors import CaptureError
 
 

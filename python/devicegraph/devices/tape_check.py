@@ -21,13 +21,15 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from devicegraph.devices.tape_rules import HostMemory, HostReads, Placement, refuse
+from devicegraph.devices.tape_rules import HostMemory, Placement, refuse
 from devicegraph.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch._ops import OpOverload
+
+    from devicegraph.devices.host_reads import HostReads
 
 #: Tensors of these classes are plain; another class gets to lower its operators to plain ones first.
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})

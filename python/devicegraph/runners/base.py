@@ -20,7 +20,7 @@ from devicegraph.parallel import Proposal
 from devicegraph.runners.capture import ask_ranks
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
-from devicegraph.verification import verify_capture
+from devicegraph.verifying import verify_capture
 
 if TYPE_CHECKING:
     from devicegraph._core import FillNode

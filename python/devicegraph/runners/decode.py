@@ -11,7 +11,7 @@ from devicegraph.engine import Hooks, as_count
 from devicegraph.errors import ConfigError
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner
-from devicegraph.runners.capturing import check_choice
+from devicegraph.runners.parts import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ from devicegraph.devices import get_device_adapter
 from devicegraph.testing import captures, failures, lifetimes, replays
 from devicegraph.testing.model import ATTENTION
 from devicegraph.testing.stage import Subject
-from devicegraph.verification import verify
+from devicegraph.verifying import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.runners.base import BaseCudaGraphRunner
     from devicegraph.slots import HostValue
-    from devicegraph.verification_report import VerifyReport
+    from devicegraph.verifying.report import VerifyReport
 
 __all__ = ["CLAUSES", "check_backend", "check_runner"]
 

@@ -1,4 +1,4 @@
-"""Verification of a runner's graphs: a replay gives what eager gives, padding moves nothing, nothing stale is read."""
+"""Verifying the graphs of a runner: a replay gives what eager gives, padding moves nothing, nothing stale is read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from devicegraph.batches import read_fields, replaced
-from devicegraph.proofs import Proofs, Step
-from devicegraph.verification_report import SkippedBatch, VerifyReport
+from devicegraph.verifying.proofs import Proofs, Step
+from devicegraph.verifying.report import SkippedBatch, VerifyReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

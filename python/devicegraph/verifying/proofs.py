@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 
 from devicegraph.batches import read_fields, replaced
-from devicegraph.differences import Result, first_difference, first_far, first_moved, moved_rows
 from devicegraph.outputs import tensors_of
-from devicegraph.poison import Poisons, SlotRows, check_state, float_pair, may_be_target, rows_of
 from devicegraph.slots import FillContext, PaddingPolicy, buffer_of
-from devicegraph.verification_report import SkippedBatch, VerifyFinding, VerifyReport
+from devicegraph.verifying.differences import Result, first_difference, first_far, first_moved, moved_rows
+from devicegraph.verifying.poison import Poisons, SlotRows, check_state, float_pair, may_be_target, rows_of
+from devicegraph.verifying.report import SkippedBatch, VerifyFinding, VerifyReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from devicegraph.poison import Pair
     from devicegraph.runners.base import BaseCudaGraphRunner
     from devicegraph.runners.shape_key import ShapeKey
     from devicegraph.slots import GraphSlot, HostValue
-    from devicegraph.verification_report import Proof
+    from devicegraph.verifying.poison import Pair
+    from devicegraph.verifying.report import Proof
 
 __all__ = ["Proofs", "Step"]
 
