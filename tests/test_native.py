@@ -151,6 +151,75 @@ def test_batches_of_every_kind_are_read() -> None:
             assert slot.buffer[:4].tolist() == [*rows, 9, 9]
 
 
+def test_fields_that_a_batch_makes_when_they_are_read_live_until_they_are_copied() -> None:
+    class Made:
+        @property
+        def a(self) -> torch.Tensor:
+            return torch.full((2048,), 1)
+
+        @property
+        def b(self) -> torch.Tensor:
+            return torch.full((2048,), 2)
+
+    slots = ids("a"), ids("b")
+    registry = registry_of(*slots, executor="native", max_num_tokens=2048)
+    for _ in range(3):
+        registry.fill_from(Made(), raw_bs=2, padded_bs=2, raw_num_tokens=2048, padded_num_tokens=2048)
+        assert [slot.buffer.unique().tolist() for slot in slots if slot.buffer is not None] == [[1], [2]]
+
+
+def test_a_field_whose_reading_frees_another_is_no_crash() -> None:
+    class Freeing:
+        def __init__(self) -> None:
+            self.a = torch.tensor([5, 6])
+
+        @property
+        def b(self) -> torch.Tensor:
+            self.a.untyped_storage().resize_(0)
+            return torch.tensor([7, 8])
+
+    slots = ids("a"), ids("b")
+    registry = registry_of(*slots, executor="native")
+    freeing = Freeing()
+    with mock.patch.object(torch.UntypedStorage, "resize_"):
+        registry.fill_from(freeing, **SIZES)
+    with pytest.raises(dg.SlotError, match=r"^slot `a`: the source has no memory"):
+        registry.fill_from(freeing, **SIZES)
+    assert [slot.buffer[:2].tolist() for slot in slots if slot.buffer is not None] == [[5, 6], [7, 8]]
+
+
+def test_a_buffer_that_is_given_other_memory_leaves_the_memory_it_had_to_the_fill() -> None:
+    slot = ids()
+    registry = registry_of(slot, executor="native", max_num_tokens=4096)
+    batch = {"ids": torch.full((4096,), 7)}
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 4096, "padded_num_tokens": 4096}
+    registry.fill_from(batch, **sizes)
+    assert slot.buffer is not None
+    before = slot.buffer.detach()
+    slot.buffer.data = torch.zeros(4096, dtype=torch.int64)
+    address = before.data_ptr()
+    del before
+    others = [torch.zeros(4096, dtype=torch.int64) for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    registry.fill_from(batch, **sizes)
+    assert not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(torch.uint64, 2**63), (torch.uint64, 2**64 - 1), (torch.float32, 2**64), (torch.float64, 10**300)],
+)
+def test_numbers_beyond_64_bits_with_a_sign_are_written_where_the_dtype_holds_them(
+    dtype: torch.dtype, number: int
+) -> None:
+    slot = dg.GraphSlot("number", lambda bs, n: (1,), dtype, axis="none", value_fn=lambda context: number)
+    registry = registry_of(slot, executor="native")
+    for _ in range(2):
+        registry.fill_from({"none": 1}, **SIZES)
+        assert slot.buffer is not None
+        assert slot.buffer.tolist() == torch.tensor([number], dtype=dtype).tolist()
+
+
 def test_numbers_outside_of_a_slots_dtype_are_refused_after_ones_inside() -> None:
     values = iter([5, 6, 1 << 40, 7, "x", 8])
     count = dg.GraphSlot("count", lambda bs, n: (1,), torch.int32, axis="none", value_fn=lambda context: next(values))

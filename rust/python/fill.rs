@@ -39,7 +39,7 @@ pub(super) struct HostRing {
     address: u64,
     block_bytes: usize,
     events: Vec<u64>,
-    /// The block in use, and which ones have been marked since they were written.
+    /// The block that was given last, and which ones have been marked since they were.
     state: Mutex<(usize, Vec<bool>)>,
     /// ADDRESS: the memory, which goes after everything queued has read it: see `drop`.
     _memory: Py<PyAny>,
@@ -58,8 +58,8 @@ impl HostRing {
 }
 
 impl HostRing {
-    /// The next block, once the device has read what it held.
-    fn next(&self, py: Python<'_>) -> Result<u64, DriverError> {
+    /// The next block, once the device has read what it held, and its address.
+    fn next(&self, py: Python<'_>) -> Result<(usize, u64), DriverError> {
         let (block, is_marked) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.0 = (state.0 + 1) % self.events.len();
@@ -69,13 +69,12 @@ impl HostRing {
         if is_marked && !self.device.is_done(self.events[block])? {
             py.detach(|| self.device.wait(self.events[block]))?;
         }
-        Ok(self.address + (block * self.block_bytes) as u64)
+        Ok((block, self.address + (block * self.block_bytes) as u64))
     }
 
-    /// Marks the block in use as read by what is queued on a stream so far.
-    fn mark(&self, stream: u64) -> Result<(), DriverError> {
+    /// Marks a block as read by what is queued on a stream so far.
+    fn mark(&self, block: usize, stream: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let block = state.0;
         state.1[block] = true;
         self.device.record(self.events[block], stream)
     }
@@ -143,8 +142,8 @@ pub(super) struct FillNode {
 struct Pending {
     /// ADDRESS: the sources, until the launch is queued; from then on the order of the stream keeps their memory.
     _sources: Vec<Py<PyAny>>,
-    /// The ring whose block in use it reads, and what knows the stream.
-    ring: Option<(Py<HostRing>, Arc<Shared>)>,
+    /// The block of a ring that it reads, and what knows the stream.
+    ring: Option<(Py<HostRing>, usize, Arc<Shared>)>,
 }
 
 #[pymethods]
@@ -159,7 +158,7 @@ impl FillNode {
     /// Lets go of what the launch that was just queued reads.
     fn launched(&self, py: Python<'_>) -> PyResult<()> {
         match self.replace(Pending::default()).ring {
-            Some((ring, shared)) => shared.mark(py, ring.get()),
+            Some((ring, block, shared)) => shared.mark(py, ring.get(), block),
             None => Ok(()),
         }
     }
@@ -199,9 +198,9 @@ impl Shared {
     }
 
     /// Marks a ring's block as read by what is queued so far.
-    fn mark(&self, py: Python<'_>, ring: &HostRing) -> PyResult<()> {
+    fn mark(&self, py: Python<'_>, ring: &HostRing, block: usize) -> PyResult<()> {
         if let Some((index, _)) = &self.device {
-            ring.mark(self.stream(py, *index)?)?;
+            ring.mark(block, self.stream(py, *index)?)?;
         }
         Ok(())
     }
@@ -233,7 +232,13 @@ fn number_bits(dtype: DType, number: &Bound<'_, PyAny>) -> Option<u64> {
         return dtype.bits_of_integer(i128::from(number.extract::<bool>().ok()?));
     }
     number.is_exact_instance_of::<PyInt>().then_some(())?;
-    dtype.bits_of_integer(number.extract::<i64>().ok()?.into())
+    if let Ok(number) = number.extract::<i64>() {
+        return dtype.bits_of_integer(number.into());
+    }
+    match number.extract::<u64>() {
+        Ok(number) => dtype.bits_of_integer(number.into()),
+        Err(_) => dtype.bits_of_real(number.extract().ok()?),
+    }
 }
 
 /// The tables of a set of slots.
@@ -375,8 +380,9 @@ impl FillTable {
     /// As `attempt`, with the fields of a batch, where they are all that there is to read.
     #[pyo3(signature = (batch, /))]
     fn attempt_batch(&self, batch: &Bound<'_, PyAny>) -> PyResult<bool> {
-        match self.read_batch(batch, |_| {})? {
-            Some(values) => self.launch(batch.py(), &values).map(|()| true),
+        // ADDRESS: what the batch made to be read only lives as long as it is held.
+        match self.read_batch(batch)? {
+            Some((_held, values)) => self.launch(batch.py(), &values).map(|()| true),
             None => Ok(false),
         }
     }
@@ -393,9 +399,11 @@ impl FillTable {
     /// As `attempt_in`, with the fields of a batch.
     #[pyo3(signature = (batch, node, /))]
     fn attempt_batch_in(&self, batch: &Bound<'_, PyAny>, node: &FillNode) -> PyResult<bool> {
-        let mut held = Vec::with_capacity(self.dtypes.len());
-        match self.read_batch(batch, |source| held.push(source.unbind()))? {
-            Some(values) => self.point(batch.py(), &values, node, held),
+        match self.read_batch(batch)? {
+            Some((held, values)) => {
+                let held = held.into_iter().flatten().map(Bound::unbind).collect();
+                self.point(batch.py(), &values, node, held)
+            }
             None => Ok(false),
         }
     }
@@ -414,6 +422,9 @@ impl FillTable {
     }
 }
 
+/// A batch's fields, and for each its address or the bits of a number.
+type Read<'py> = (Vec<Option<Bound<'py, PyAny>>>, Vec<u64>);
+
 impl FillTable {
     /// For each source its address, or the bits of a number; none where one is not what the table was made for.
     fn read(&self, sources: &Bound<'_, PyList>) -> PyResult<Option<Vec<u64>>> {
@@ -430,27 +441,23 @@ impl FillTable {
         Ok(Some(values))
     }
 
-    /// As `read`, of a batch's fields; none for a mapping that is no dictionary, too.
-    fn read_batch<'py>(
-        &self,
-        batch: &Bound<'py, PyAny>,
-        mut keep: impl FnMut(Bound<'py, PyAny>),
-    ) -> PyResult<Option<Vec<u64>>> {
+    /// As `read`, of a batch's fields, with the fields; none for a mapping that is no dictionary, too.
+    fn read_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Option<Read<'py>>> {
         let Some(wanted) = &self.wanted else { return Ok(None) };
         let dict = batch.cast_exact::<PyDict>().ok();
-        let mut values = Vec::with_capacity(wanted.len());
-        for (name, wanted) in self.shared.fields.iter().zip(wanted) {
-            let source = match (name, dict) {
+        // All are there before the first address is asked for: reading one may run code that frees another.
+        let mut fields = Vec::with_capacity(wanted.len());
+        for name in &self.shared.fields {
+            fields.push(match (name, dict) {
                 (None, _) => None,
                 (Some(name), Some(dict)) => dict.get_item(name)?,
                 (Some(name), None) => batch.getattr_opt(name)?,
-            };
+            });
+        }
+        let mut values = Vec::with_capacity(wanted.len());
+        for (source, wanted) in fields.iter().zip(wanted) {
             let value = match source {
-                Some(source) => {
-                    let value = self.value(&source, wanted)?;
-                    keep(source);
-                    value
-                }
+                Some(source) => self.value(source, wanted)?,
                 None => matches!(wanted, Wanted::Nothing).then_some(0),
             };
             match value {
@@ -458,7 +465,7 @@ impl FillTable {
                 None => return Ok(None),
             }
         }
-        Ok(Some(values))
+        Ok(Some((fields, values)))
     }
 
     fn value(&self, source: &Bound<'_, PyAny>, wanted: &Wanted) -> PyResult<Option<u64>> {
@@ -503,20 +510,20 @@ impl FillTable {
         Ok(values)
     }
 
-    /// Carries out what is in host memory; the address of the ring's block, if there is one.
-    fn write_host(&self, py: Python<'_>, values: &[u64]) -> Result<u64, DriverError> {
-        let block = self.ring.as_ref().map_or(Ok(0), |ring| ring.get().next(py))?;
+    /// Carries out what is in host memory; the ring's block and its address, if there is one.
+    fn write_host(&self, py: Python<'_>, values: &[u64]) -> Result<(usize, u64), DriverError> {
+        let (number, block) = self.ring.as_ref().map_or(Ok((0, 0)), |ring| ring.get().next(py))?;
         for (slot, at, entry) in &self.table.staged {
             host::carry_out_checked(&Entry { dst: block + *at as u64, src: values[*slot], ..*entry });
         }
         for reading in &self.table.host {
             host::carry_out_checked(&placed(reading, values, block));
         }
-        Ok(block)
+        Ok((number, block))
     }
 
     fn launch(&self, py: Python<'_>, values: &[u64]) -> PyResult<()> {
-        let block = self.write_host(py, values)?;
+        let (number, block) = self.write_host(py, values)?;
         if let Some((index, device)) = self.shared.device.as_ref().filter(|_| !self.table.device.is_empty()) {
             let stream = self.shared.stream(py, *index)?;
             let entries: Vec<_> = self.table.device.iter().map(|reading| placed(reading, values, block)).collect();
@@ -524,7 +531,7 @@ impl FillTable {
                 device.launch(stream, &entries[range.clone()], *blocks)?;
             }
             if let Some(ring) = &self.ring {
-                ring.get().mark(stream)?;
+                ring.get().mark(number, stream)?;
             }
         }
         Ok(())
@@ -532,11 +539,11 @@ impl FillTable {
 
     /// Points a node at what is to be written in device memory; true, as nothing is wrong.
     fn point(&self, py: Python<'_>, values: &[u64], node: &FillNode, sources: Vec<Py<PyAny>>) -> PyResult<bool> {
-        let block = self.write_host(py, values)?;
+        let (number, block) = self.write_host(py, values)?;
         let entries: Vec<_> = self.table.device.iter().map(|reading| placed(reading, values, block)).collect();
         let blocks = self.table.launches.first().map_or(0, |(_, blocks)| *blocks);
         node.device.point(node.executable, node.node, &entries, blocks)?;
-        let ring = self.ring.as_ref().map(|ring| (ring.clone_ref(py), self.shared.clone()));
+        let ring = self.ring.as_ref().map(|ring| (ring.clone_ref(py), number, self.shared.clone()));
         // What the node held before goes here, after the lock is given back: letting go may run Python.
         drop(node.replace(Pending { _sources: sources, ring }));
         Ok(true)
