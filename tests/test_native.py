@@ -168,6 +168,34 @@ def test_fields_that_a_batch_makes_when_they_are_read_live_until_they_are_copied
         assert [slot.buffer.unique().tolist() for slot in slots if slot.buffer is not None] == [[1], [2]]
 
 
+class LyingAddress(torch.Tensor):
+    def data_ptr(self) -> int:
+        return 1 << 12
+
+
+class LyingShape(torch.Tensor):
+    shape = property(lambda self: torch.Size([2]))  # type: ignore[assignment]
+
+    def stride(self, *args: Any) -> Any:
+        return (1 << 20,)
+
+
+@pytest.mark.parametrize("kind", [LyingAddress, LyingShape])
+def test_memory_is_read_where_it_is_whatever_a_subclass_says(kind: type[torch.Tensor]) -> None:
+    if native.EXCHANGE is None:
+        pytest.skip("this torch has no other way to ask")
+    slot = ids()
+    registry = registry_of(slot, executor="native")
+    source = torch.tensor([5, 6, 7])[: 2 if kind is LyingAddress else 3].as_subclass(kind)
+    if kind is LyingShape:
+        with pytest.raises(ValueError, match="^a source's attributes are not those of its memory$"):
+            registry.fill_from({"ids": source}, **SIZES)
+    else:
+        registry.fill_from({"ids": source}, **SIZES)
+        assert slot.buffer is not None
+        assert slot.buffer[:4].tolist() == [5, 6, 0, 0]
+
+
 def test_a_field_whose_reading_frees_another_is_no_crash() -> None:
     class Freeing:
         def __init__(self) -> None:

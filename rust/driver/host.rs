@@ -163,7 +163,8 @@ pub unsafe fn carry_out(entry: &Entry) {
                         ptr::copy(src.offset(index * src_step), dst.offset(index * dst_step), itemsize);
                     }
                 }
-                let rest = dst.offset(row_live as isize * dst_step);
+                // Behind the last row of a region with gaps this is outside of it, and nothing is written then.
+                let rest = dst.wrapping_offset(row_live as isize * dst_step);
                 if dst_step == itemsize as isize && pattern[..itemsize].iter().all(|byte| *byte == pattern[0]) {
                     ptr::write_bytes(rest, pattern[0], (n2 - row_live) * itemsize);
                 } else {

@@ -173,7 +173,7 @@ impl FillNode {
 /// What all tables of a set of slots have in common.
 struct Shared {
     exchange: Option<Exchange>,
-    /// The classes whose objects are read by their own memory.
+    /// The classes whose objects are read by their own memory, that of all tensors first.
     kinds: Vec<Py<PyType>>,
     device: Option<(i32, Arc<cuda::Device>)>,
     /// The field of a batch that each slot's source is, for slots that have such a one.
@@ -504,10 +504,28 @@ impl FillTable {
             values[slot] = match origin {
                 Origin::Number(_) => number_bits(self.dtypes[slot], &source)
                     .ok_or_else(|| PyValueError::new_err("a number that its slot cannot hold"))?,
-                _ => source.call_method0(intern!(py, "data_ptr"))?.extract()?,
+                _ => match self.form(slot, &source)? {
+                    Some((exchange, form)) => exchange.address(&source, form).ok_or_else(|| {
+                        drop(PyErr::take(py));
+                        PyValueError::new_err("a source's attributes are not those of its memory")
+                    })?,
+                    None => source.call_method0(intern!(py, "data_ptr"))?.extract()?,
+                },
             };
         }
         Ok(values)
+    }
+
+    /// How a tensor's memory is read, and the form that it has to have; none where it cannot be read so.
+    fn form(&self, slot: usize, source: &Bound<'_, PyAny>) -> PyResult<Option<(Exchange, &Form)>> {
+        // Attributes of a subclass may say anything; what the tables were made for is what is read and no more.
+        let wanted = self.wanted.as_ref().and_then(|wanted| wanted.get(slot));
+        let (Some(exchange), Some(Wanted::Tensor(form, _)), [tensor, ..]) =
+            (self.shared.exchange, wanted, &self.shared.kinds[..])
+        else {
+            return Ok(None);
+        };
+        Ok(source.get_type().is_subclass(tensor.bind(source.py()))?.then_some((exchange, form)))
     }
 
     /// Carries out what is in host memory; the ring's block and its address, if there is one.
