@@ -188,7 +188,7 @@ def test_memory_is_read_where_it_is_whatever_a_subclass_says(kind: type[torch.Te
     registry = registry_of(slot, executor="native")
     source = torch.tensor([5, 6, 7])[: 2 if kind is LyingAddress else 3].as_subclass(kind)
     if kind is LyingShape:
-        with pytest.raises(ValueError, match="^a source's attributes are not those of its memory$"):
+        with pytest.raises(ValueError, match=r"^a source's attributes are not those of its memory$"):
             registry.fill_from({"ids": source}, **SIZES)
     else:
         registry.fill_from({"ids": source}, **SIZES)
