@@ -168,6 +168,23 @@ def test_fields_that_a_batch_makes_when_they_are_read_live_until_they_are_copied
         assert [slot.buffer.unique().tolist() for slot in slots if slot.buffer is not None] == [[1], [2]]
 
 
+def test_each_field_is_read_once_a_step_whether_or_not_the_step_was_seen_before() -> None:
+    class Counted:
+        reads = 0
+
+        @property
+        def ids(self) -> torch.Tensor:
+            self.reads += 1
+            return torch.full((2,), self.reads, dtype=(torch.int32, torch.int64)[self.reads % 2])
+
+    slot, batch = ids(), Counted()
+    registry = registry_of(slot, executor="native")
+    for step in range(1, 6):
+        registry.fill_from(batch, **SIZES)
+        assert slot.buffer is not None
+        assert (batch.reads, slot.buffer[:4].tolist()) == (step, [step, step, 0, 0])
+
+
 class LyingAddress(torch.Tensor):
     def data_ptr(self) -> int:
         return 1 << 12

@@ -253,9 +253,12 @@ class CudaGraphBufferRegistry:
             raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
             padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table = self._whole_table(forward_batch, sizes)
-        if table is None or not table.attempt_batch(forward_batch):
-            self._fill(forward_batch, sizes, pp_proxy_tensors, None)
+        table, fields = self._whole_table(forward_batch, sizes), None
+        if table is not None:
+            fields = table.attempt_batch(forward_batch)
+            if fields is None:
+                return
+        self._fill(forward_batch, sizes, pp_proxy_tensors, None, fields)
 
     def fill_in(
         self,
@@ -277,9 +280,12 @@ class CudaGraphBufferRegistry:
             SlotError: as `fill_from` does; nothing was written.
         """
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table = self._whole_table(forward_batch, sizes)
-        if table is None or table.launches > 1 or not table.attempt_batch_in(forward_batch, node):
-            self._fill(forward_batch, sizes, pp_proxy_tensors, node)
+        table, fields = self._whole_table(forward_batch, sizes), None
+        if table is not None and table.launches <= 1:
+            fields = table.attempt_batch_in(forward_batch, node)
+            if fields is None:
+                return
+        self._fill(forward_batch, sizes, pp_proxy_tensors, node, fields)
 
     def _whole_table(self, batch: Any, sizes: Sizes) -> FillTable | None:
         """The table of the last step of these sizes, where the batch's fields are all that it reads."""
@@ -290,9 +296,12 @@ class CudaGraphBufferRegistry:
             return None
         return step.native.whole
 
-    def _fill(self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None) -> None:
+    def _fill(
+        self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None, fields: list[Any] | None
+    ) -> None:
         is_unread = isinstance(batch, Mapping) and not batch
-        sources = read_fields(batch, self._fields)
+        # Once a step: what a batch makes when it is read may be another thing the second time.
+        sources = read_fields(batch, self._fields) if fields is None else fields
         context = None
         if self._functions or self._hooks:
             context = FillContext(*sizes[:4], pp_proxy_tensors)

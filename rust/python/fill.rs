@@ -377,14 +377,14 @@ impl FillTable {
         }
     }
 
-    /// As `attempt`, with the fields of a batch, where they are all that there is to read.
+    /// As `attempt`, with the fields of a batch, where they are all that there is to read; the fields where it is not done.
     #[pyo3(signature = (batch, /))]
-    fn attempt_batch(&self, batch: &Bound<'_, PyAny>) -> PyResult<bool> {
+    fn attempt_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Option<Fields<'py>>> {
         // ADDRESS: what the batch made to be read only lives as long as it is held.
-        match self.read_batch(batch)? {
-            Some((_held, values)) => self.launch(batch.py(), &values).map(|()| true),
-            None => Ok(false),
-        }
+        let fields = self.fields(batch)?;
+        let Some(values) = self.read_fields(&fields)? else { return Ok(Some(fields)) };
+        self.launch(batch.py(), &values)?;
+        Ok(None)
     }
 
     /// As `attempt`, but what is to be written in device memory is left to a node of a graph.
@@ -396,16 +396,14 @@ impl FillTable {
         }
     }
 
-    /// As `attempt_in`, with the fields of a batch.
+    /// As `attempt_batch`, but what is to be written in device memory is left to a node of a graph.
     #[pyo3(signature = (batch, node, /))]
-    fn attempt_batch_in(&self, batch: &Bound<'_, PyAny>, node: &FillNode) -> PyResult<bool> {
-        match self.read_batch(batch)? {
-            Some((held, values)) => {
-                let held = held.into_iter().flatten().map(Bound::unbind).collect();
-                self.point(batch.py(), &values, node, held)
-            }
-            None => Ok(false),
-        }
+    fn attempt_batch_in<'py>(&self, batch: &Bound<'py, PyAny>, node: &FillNode) -> PyResult<Option<Fields<'py>>> {
+        let fields = self.fields(batch)?;
+        let Some(values) = self.read_fields(&fields)? else { return Ok(Some(fields)) };
+        let held = fields.into_iter().flatten().map(Bound::unbind).collect();
+        self.point(batch.py(), &values, node, held)?;
+        Ok(None)
     }
 
     /// Carries the table out with sources that were checked.
@@ -422,8 +420,8 @@ impl FillTable {
     }
 }
 
-/// A batch's fields, and for each its address or the bits of a number.
-type Read<'py> = (Vec<Option<Bound<'py, PyAny>>>, Vec<u64>);
+/// A batch's fields, one for each slot.
+type Fields<'py> = Vec<Option<Bound<'py, PyAny>>>;
 
 impl FillTable {
     /// For each source its address, or the bits of a number; none where one is not what the table was made for.
@@ -441,19 +439,21 @@ impl FillTable {
         Ok(Some(values))
     }
 
-    /// As `read`, of a batch's fields, with the fields; none for a mapping that is no dictionary, too.
-    fn read_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Option<Read<'py>>> {
-        let Some(wanted) = &self.wanted else { return Ok(None) };
+    /// The fields of a batch that is an object with attributes, or a dictionary. All are there before the first address is
+    /// asked for: reading one may run code that frees another.
+    fn fields<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Fields<'py>> {
         let dict = batch.cast_exact::<PyDict>().ok();
-        // All are there before the first address is asked for: reading one may run code that frees another.
-        let mut fields = Vec::with_capacity(wanted.len());
-        for name in &self.shared.fields {
-            fields.push(match (name, dict) {
-                (None, _) => None,
-                (Some(name), Some(dict)) => dict.get_item(name)?,
-                (Some(name), None) => batch.getattr_opt(name)?,
-            });
-        }
+        let field = |name: &Option<Py<PyString>>| match (name, dict) {
+            (None, _) => Ok(None),
+            (Some(name), Some(dict)) => dict.get_item(name),
+            (Some(name), None) => batch.getattr_opt(name),
+        };
+        self.shared.fields.iter().map(field).collect()
+    }
+
+    /// As `read`, of a batch's fields.
+    fn read_fields(&self, fields: &Fields<'_>) -> PyResult<Option<Vec<u64>>> {
+        let Some(wanted) = self.wanted.as_ref().filter(|wanted| wanted.len() == fields.len()) else { return Ok(None) };
         let mut values = Vec::with_capacity(wanted.len());
         for (source, wanted) in fields.iter().zip(wanted) {
             let value = match source {
@@ -465,7 +465,7 @@ impl FillTable {
                 None => return Ok(None),
             }
         }
-        Ok(Some((fields, values)))
+        Ok(Some(values))
     }
 
     fn value(&self, source: &Bound<'_, PyAny>, wanted: &Wanted) -> PyResult<Option<u64>> {

@@ -46,7 +46,8 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         #: Who shares which executable; None without `share_executables`.
         self.executables = SharedExecutables() if share_executables else None
         # The fill is pointed at sources in one executable; a shared one would have to be pointed anew at every switch.
-        self.can_fill = not share_executables
+        # A replay that looks at the batch first would find it as the last step left it.
+        self.can_fill = not share_executables and self._replays_alone
         if share_executables:
             self.adapter.updatable_graph()  # a device that has none says so here
 
@@ -80,9 +81,14 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
 
     def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
         """See `BaseCudaGraphBackend.launcher`."""
-        kind, own = type(self), FullCudaGraphBackend
-        is_own = kind.replay is own.replay and kind.replay_session is own.replay_session and kind.can_run is own.can_run
+        is_own = self._replays_alone and type(self).can_run is FullCudaGraphBackend.can_run
         return self._captured[shape_key].recording.replay if is_own else None
+
+    @property
+    def _replays_alone(self) -> bool:
+        """Whether no subclass does anything about a replay."""
+        kind, own = type(self), FullCudaGraphBackend
+        return kind.replay is own.replay and kind.replay_session is own.replay_session
 
     def fill_node(self, shape_key: Hashable) -> FillNode | None:
         """See `BaseCudaGraphBackend.fill_node`."""

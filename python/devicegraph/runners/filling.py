@@ -51,7 +51,7 @@ def no_node(reason: str) -> BackendError:
 def _why_not_node(runner: CapturingRunner) -> str | None:
     backend = runner.backend
     if backend is None or not backend.can_fill:
-        return "only a graph of the whole forward can begin with the fill"
+        return "only a graph of the whole forward, with nothing done about its replay, can begin with the fill"
     if not runner.adapter.fills_in_graphs:
         return f"graphs of `{runner.adapter.device.type}` cannot be looked into here"
     on_device = {slot.name for slot in runner.buffer_registry.slots if slot.buffer is not None and slot.buffer.is_cuda}
