@@ -89,9 +89,9 @@ impl Table {
         }
         let Some(found) = self.find(index, slot, buffer, work, given, place) else { return false };
         if is_on_host {
-            self.host.extend(found)
+            self.host.extend(found);
         } else {
-            self.device.extend(found)
+            self.device.extend(found);
         }
         true
     }

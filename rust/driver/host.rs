@@ -118,6 +118,11 @@ pub(crate) fn carry_out_checked(entry: &Entry) {
 ///
 /// # Safety
 /// The regions that the entry writes and reads are host memory that is there and that nobody else uses meanwhile.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "addresses and sizes are of memory of this machine"
+)]
 pub unsafe fn carry_out(entry: &Entry) {
     let itemsize = usize::from(entry.itemsize);
     let (dst, src) = (entry.dst as usize as *mut u8, entry.src as usize as *const u8);

@@ -257,7 +257,7 @@ type Described = (String, Vec<usize>, String, Vec<usize>, bool);
 impl FillTables {
     #[new]
     #[pyo3(signature = (planner, buffers, *, fields, kinds, exchange, kernel, stream_of, ring))]
-    #[expect(clippy::too_many_arguments, reason = "a record, given by keyword")]
+    #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a record, given by keyword")]
     fn new(
         planner: Py<FillPlanner>,
         buffers: Vec<(u64, u64, u64)>,
@@ -272,7 +272,7 @@ impl FillTables {
         let mut spans: Vec<_> = buffers.iter().map(|(address, bytes, _)| (*address, address + bytes)).collect();
         spans.sort_unstable();
         let device = kernel.map(|(index, kernel)| (index, kernel.0.clone()));
-        let shared = Arc::new(Shared { exchange, kinds, fields, device, stream_of, spans });
+        let shared = Arc::new(Shared { exchange, kinds, device, fields, stream_of, spans });
         let buffers = buffers.iter().map(|(address, _, pad_bits)| Buffer { address: *address, pad_bits: *pad_bits });
         Ok(Self { planner, shared, buffers: buffers.collect(), ring })
     }

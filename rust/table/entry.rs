@@ -105,6 +105,7 @@ pub fn entries(slot: &SlotLayout, buffer: Buffer, work: &Work, source: Option<&S
 }
 
 /// The entry that copies a source, wherever its elements lie, into elements without gaps at `dst`.
+#[expect(clippy::option_option, reason = "none where entries cannot do it, and none where there is nothing to do")]
 pub(super) fn packing(source: &Source, dtype: DType) -> Option<Option<Entry>> {
     let carrier = code(DType::carrier(dtype.itemsize()))?;
     let region = Region { offset: 0, shape: source.shape.clone(), strides: row_major(&source.shape) };
@@ -133,6 +134,7 @@ struct Dim {
 }
 
 /// At most one entry; none where there is nothing to write.
+#[expect(clippy::option_option, reason = "none where entries cannot do it, and none where there is nothing to do")]
 fn entry(
     dtype: DType,
     buffer: Buffer,
