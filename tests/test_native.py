@@ -321,6 +321,32 @@ def test_a_report_says_how_a_step_is_filled_and_why(wanted: Any, executor: str, 
     assert f"filled by `{executor}`" + (f": {reason}" if reason else "") in str(report).splitlines()
 
 
+def test_a_replay_by_hand_takes_what_the_buffers_hold_and_not_what_the_last_step_pointed_its_fill_at() -> None:
+    adapter = get_device_adapter("cpu")
+    backend = dg.FullCudaGraphBackend(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter))
+    node, x = mock.Mock(), torch.ones(2)
+    with mock.patch.object(adapter, "fill_node", return_value=node, create=True), backend.capture_session():
+        backend.capture_one("key", lambda: x * 2)
+        assert backend.fill_node("key") is None
+        backend.fills = True
+        assert backend.fill_node("key") is node
+    assert backend.can_fill
+    assert backend.replay("key", None).tolist() == [2, 2]
+    node.clear.assert_called_once_with()
+    backend.cleanup()
+    assert not backend._nodes
+
+
+def test_a_backend_that_may_look_at_a_batch_before_its_replay_is_filled_before_it() -> None:
+    class Looking(dg.FullCudaGraphBackend):
+        def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+            assert static_forward_batch is not None
+            return super().replay(shape_key, static_forward_batch, **kwargs)
+
+    adapter = get_device_adapter("cpu")
+    assert not Looking(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter)).can_fill
+
+
 def test_reads_that_are_no_names_are_refused() -> None:
     for reads in ("seq_lens", [1]):
         with pytest.raises(dg.ConfigError, match=r"\[reads-invalid\]"):
