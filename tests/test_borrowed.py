@@ -105,6 +105,14 @@ def test_what_is_no_element_can_be_asked_at_any_time(runner: Any, engine: ToyEng
     assert output.data_ptr() != 0
 
 
+def test_a_result_without_a_storage_is_as_of_an_ordinary_tensor(runner: Any, engine: ToyEngine) -> None:
+    borrowed = runner.run(engine.batch([1, 2]))
+    assert torch.equal(borrowed.to_sparse().to_dense(), borrowed)
+    runner.run(engine.batch([1, 2]))
+    with pytest.raises(dg.ReplayError, match=r"\[stale-output\]"):
+        borrowed.to_sparse()
+
+
 def test_the_error_says_whose_output_it_was_and_what_overwrote_it(runner: Any, engine: ToyEngine) -> None:
     output = runner.run(engine.batch([3, 5]))
     generation = runner.backend.graph_pool.generation

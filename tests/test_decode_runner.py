@@ -818,6 +818,24 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
         assert caught.value.code == "closed"
 
 
+def test_replay_of_a_batch_that_the_decision_was_not_made_for_is_refused_and_not_counted() -> None:
+    class Sized(ToyEngine):
+        def sizes(self, batch: Any) -> tuple[int, int]:
+            return batch.batch_size, batch.input_ids.shape[0]
+
+    registry = dg.CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4)
+    registry.register_slot(dg.GraphSlot("input_ids", lambda bs, tokens: (tokens,), torch.int64))
+    engine = Sized()
+    engine.forward = lambda batch: batch.input_ids * 2  # type: ignore[method-assign]
+    engine.make_batch = lambda views, key: dg.StaticBatch(**views, batch_size=key.size)  # type: ignore[method-assign]
+    with dg.DecodeCudaGraphRunner(engine, config=config(bs=[2, 4]), registry=registry) as runner:
+        runner.capture()
+        decision = runner.can_run(dg.StaticBatch(input_ids=torch.arange(2), batch_size=2))
+        with pytest.raises(dg.ReplayError, match=r"\[not-uniform\]"):
+            runner.replay(dg.StaticBatch(input_ids=torch.arange(1), batch_size=2), decision)
+        assert runner.metrics().steps == 0
+
+
 def test_replay_of_a_batch_above_the_largest_bucket_says_so() -> None:
     engine = ToyEngine(max_bs=4)
     with captured(engine, bs=[2]) as runner:

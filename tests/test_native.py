@@ -151,6 +151,120 @@ def test_batches_of_every_kind_are_read() -> None:
             assert slot.buffer[:4].tolist() == [*rows, 9, 9]
 
 
+def test_fields_that_a_batch_makes_when_they_are_read_live_until_they_are_copied() -> None:
+    class Made:
+        @property
+        def a(self) -> torch.Tensor:
+            return torch.full((2048,), 1)
+
+        @property
+        def b(self) -> torch.Tensor:
+            return torch.full((2048,), 2)
+
+    slots = ids("a"), ids("b")
+    registry = registry_of(*slots, executor="native", max_num_tokens=2048)
+    for _ in range(3):
+        registry.fill_from(Made(), raw_bs=2, padded_bs=2, raw_num_tokens=2048, padded_num_tokens=2048)
+        assert [slot.buffer.unique().tolist() for slot in slots if slot.buffer is not None] == [[1], [2]]
+
+
+def test_each_field_is_read_once_a_step_whether_or_not_the_step_was_seen_before() -> None:
+    class Counted:
+        reads = 0
+
+        @property
+        def ids(self) -> torch.Tensor:
+            self.reads += 1
+            return torch.full((2,), self.reads, dtype=(torch.int32, torch.int64)[self.reads % 2])
+
+    slot, batch = ids(), Counted()
+    registry = registry_of(slot, executor="native")
+    for step in range(1, 6):
+        registry.fill_from(batch, **SIZES)
+        assert slot.buffer is not None
+        assert (batch.reads, slot.buffer[:4].tolist()) == (step, [step, step, 0, 0])
+
+
+class LyingAddress(torch.Tensor):
+    def data_ptr(self) -> int:
+        return 1 << 12
+
+
+class LyingShape(torch.Tensor):
+    shape = property(lambda self: torch.Size([2]))  # type: ignore[assignment]
+
+    def stride(self, *args: Any) -> Any:
+        return (1 << 20,)
+
+
+@pytest.mark.parametrize("kind", [LyingAddress, LyingShape])
+def test_memory_is_read_where_it_is_whatever_a_subclass_says(kind: type[torch.Tensor]) -> None:
+    if native.EXCHANGE is None:
+        pytest.skip("this torch has no other way to ask")
+    slot = ids()
+    registry = registry_of(slot, executor="native")
+    source = torch.tensor([5, 6, 7])[: 2 if kind is LyingAddress else 3].as_subclass(kind)
+    if kind is LyingShape:
+        with pytest.raises(ValueError, match=r"^a source's attributes are not those of its memory$"):
+            registry.fill_from({"ids": source}, **SIZES)
+    else:
+        registry.fill_from({"ids": source}, **SIZES)
+        assert slot.buffer is not None
+        assert slot.buffer[:4].tolist() == [5, 6, 0, 0]
+
+
+def test_a_field_whose_reading_frees_another_is_no_crash() -> None:
+    class Freeing:
+        def __init__(self) -> None:
+            self.a = torch.tensor([5, 6])
+
+        @property
+        def b(self) -> torch.Tensor:
+            self.a.untyped_storage().resize_(0)
+            return torch.tensor([7, 8])
+
+    slots = ids("a"), ids("b")
+    registry = registry_of(*slots, executor="native")
+    freeing = Freeing()
+    with mock.patch.object(torch.UntypedStorage, "resize_"):
+        registry.fill_from(freeing, **SIZES)
+    with pytest.raises(dg.SlotError, match=r"^slot `a`: the source has no memory"):
+        registry.fill_from(freeing, **SIZES)
+    assert [slot.buffer[:2].tolist() for slot in slots if slot.buffer is not None] == [[5, 6], [7, 8]]
+
+
+def test_a_buffer_that_is_given_other_memory_leaves_the_memory_it_had_to_the_fill() -> None:
+    slot = ids()
+    registry = registry_of(slot, executor="native", max_num_tokens=4096)
+    batch = {"ids": torch.full((4096,), 7)}
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 4096, "padded_num_tokens": 4096}
+    registry.fill_from(batch, **sizes)
+    assert slot.buffer is not None
+    before = slot.buffer.detach()
+    slot.buffer.data = torch.zeros(4096, dtype=torch.int64)
+    address = before.data_ptr()
+    del before
+    others = [torch.zeros(4096, dtype=torch.int64) for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    registry.fill_from(batch, **sizes)
+    assert not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(torch.uint64, 2**63), (torch.uint64, 2**64 - 1), (torch.float32, 2**64), (torch.float64, 10**300)],
+)
+def test_numbers_beyond_64_bits_with_a_sign_are_written_where_the_dtype_holds_them(
+    dtype: torch.dtype, number: int
+) -> None:
+    slot = dg.GraphSlot("number", lambda bs, n: (1,), dtype, axis="none", value_fn=lambda context: number)
+    registry = registry_of(slot, executor="native")
+    for _ in range(2):
+        registry.fill_from({"none": 1}, **SIZES)
+        assert slot.buffer is not None
+        assert slot.buffer.tolist() == torch.tensor([number], dtype=dtype).tolist()
+
+
 def test_numbers_outside_of_a_slots_dtype_are_refused_after_ones_inside() -> None:
     values = iter([5, 6, 1 << 40, 7, "x", 8])
     count = dg.GraphSlot("count", lambda bs, n: (1,), torch.int32, axis="none", value_fn=lambda context: next(values))
@@ -205,6 +319,32 @@ def test_a_report_says_how_a_step_is_filled_and_why(wanted: Any, executor: str, 
         report = runner.capture()
     assert (report.executor, report.executor_reason) == (executor, reason)
     assert f"filled by `{executor}`" + (f": {reason}" if reason else "") in str(report).splitlines()
+
+
+def test_a_replay_by_hand_takes_what_the_buffers_hold_and_not_what_the_last_step_pointed_its_fill_at() -> None:
+    adapter = get_device_adapter("cpu")
+    backend = dg.FullCudaGraphBackend(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter))
+    node, x = mock.Mock(), torch.ones(2)
+    with mock.patch.object(adapter, "fill_node", return_value=node, create=True), backend.capture_session():
+        backend.capture_one("key", lambda: x * 2)
+        assert backend.fill_node("key") is None
+        backend.fills = True
+        assert backend.fill_node("key") is node
+    assert backend.can_fill
+    assert backend.replay("key", None).tolist() == [2, 2]
+    node.clear.assert_called_once_with()
+    backend.cleanup()
+    assert not backend._nodes
+
+
+def test_a_backend_that_may_look_at_a_batch_before_its_replay_is_filled_before_it() -> None:
+    class Looking(dg.FullCudaGraphBackend):
+        def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+            assert static_forward_batch is not None
+            return super().replay(shape_key, static_forward_batch, **kwargs)
+
+    adapter = get_device_adapter("cpu")
+    assert not Looking(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter)).can_fill
 
 
 def test_reads_that_are_no_names_are_refused() -> None:

@@ -378,6 +378,8 @@ def test_tensors_of_any_shape_and_dtype_are_compared() -> None:
                 assert first_far(result, Result([other], {}), {}) is not None
     shapes = first_far(Result([torch.zeros(2)], {}), Result([torch.zeros(3)], {}), {})
     assert shapes == "the output, whose tensors are [[2]] eagerly and [[3]] replayed"
+    dtypes = first_far(Result([torch.zeros(2)], {}), Result([torch.zeros(2).double()], {}), {})
+    assert dtypes == "the output, whose tensors are of ['float32'] eagerly and of ['float64'] replayed"
 
 
 # What stays as it was, and what is reported.

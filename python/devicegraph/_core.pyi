@@ -939,8 +939,11 @@ class FillTable:
         Raises:
             BackendError: `cuda-driver`.
         """
-    def attempt_batch(self, batch: object, /) -> bool:
+    def attempt_batch(self, batch: object, /) -> list[Any] | None:
         """As `attempt`, with a batch's fields: attributes, or the items of a dictionary.
+
+        Returns:
+            None where the step was carried out; else the fields that were read, one for each slot.
 
         Raises:
             BackendError: `cuda-driver`.
@@ -953,8 +956,8 @@ class FillTable:
         Raises:
             BackendError: `cuda-driver`.
         """
-    def attempt_batch_in(self, batch: object, node: FillNode, /) -> bool:
-        """As `attempt_in`, with a batch's fields.
+    def attempt_batch_in(self, batch: object, node: FillNode, /) -> list[Any] | None:
+        """As `attempt_in`, with a batch's fields; returns what `attempt_batch` does.
 
         Raises:
             BackendError: `cuda-driver`.

@@ -110,10 +110,13 @@ class BorrowedTensor(torch.Tensor):
                 tensor._loan.check()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            memory = {tensor.untyped_storage().data_ptr(): tensor._loan for tensor in borrowed}
+            memory = {tensor.untyped_storage().data_ptr(): tensor._loan for tensor in borrowed if tensor.numel()}
 
             def lend_again(tensor: torch.Tensor) -> torch.Tensor:
-                loan = None if isinstance(tensor, BorrowedTensor) else memory.get(tensor.untyped_storage().data_ptr())
+                # What has no storage, such as a sparse copy, shares none.
+                if isinstance(tensor, BorrowedTensor) or not torch._C._has_storage(tensor):
+                    return tensor
+                loan = memory.get(tensor.untyped_storage().data_ptr())
                 return tensor if loan is None else lent(tensor, loan)
 
             return tree_map_only(torch.Tensor, lend_again, result)

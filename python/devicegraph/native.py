@@ -130,6 +130,8 @@ class NativeExecutor:
         """
         self._slots = slots
         self._calls = calls
+        # ADDRESS: what tables write, also where somebody gives a buffer other memory.
+        self._memory = [buffer_of(slot).untyped_storage() for slot in slots]
         device = next((buffer_of(slot).device for slot in slots if buffer_of(slot).device.type == "cuda"), None)
         self._tables = tables_of(slots, planner, None if device is None else device.index)
 

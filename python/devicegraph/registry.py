@@ -149,6 +149,8 @@ class CudaGraphBufferRegistry:
         self._plain_names = [slot.name for slot in slots if slot.is_plain]
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
+        #: Whether a slot on a CUDA device may have its source on the host.
+        self._is_staged = any(slot.source_device is not None and buffer_of(slot).is_cuda for slot in slots)
         self._hooks = [(slot.post_fill, buffer_of(slot)) for slot in slots if slot.post_fill is not None]
 
     @property
@@ -251,9 +253,12 @@ class CudaGraphBufferRegistry:
             raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
             padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table = self._whole_table(forward_batch, sizes)
-        if table is None or not table.attempt_batch(forward_batch):
-            self._fill(forward_batch, sizes, pp_proxy_tensors, None)
+        table, fields = self._whole_table(forward_batch, sizes), None
+        if table is not None:
+            fields = table.attempt_batch(forward_batch)
+            if fields is None:
+                return
+        self._fill(forward_batch, sizes, pp_proxy_tensors, None, fields)
 
     def fill_in(
         self,
@@ -275,22 +280,28 @@ class CudaGraphBufferRegistry:
             SlotError: as `fill_from` does; nothing was written.
         """
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table = self._whole_table(forward_batch, sizes)
-        if table is None or table.launches > 1 or not table.attempt_batch_in(forward_batch, node):
-            self._fill(forward_batch, sizes, pp_proxy_tensors, node)
+        table, fields = self._whole_table(forward_batch, sizes), None
+        if table is not None and table.launches <= 1:
+            fields = table.attempt_batch_in(forward_batch, node)
+            if fields is None:
+                return
+        self._fill(forward_batch, sizes, pp_proxy_tensors, node, fields)
 
     def _whole_table(self, batch: Any, sizes: Sizes) -> FillTable | None:
         """The table of the last step of these sizes, where the batch's fields are all that it reads."""
         step = self._latest.get(sizes)
         if step is None or step.native is None or type(batch) not in self._direct_kinds:
             return None
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if self._is_watched():
             return None
         return step.native.whole
 
-    def _fill(self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None) -> None:
+    def _fill(
+        self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None, fields: list[Any] | None
+    ) -> None:
         is_unread = is_mapping(batch) and not batch
-        sources = read_fields(batch, self._fields)
+        # Once a step: what a batch makes when it is read may be another thing the second time.
+        sources = read_fields(batch, self._fields) if fields is None else fields
         context = None
         if self._functions or self._hooks:
             context = FillContext(*sizes[:4], pp_proxy_tensors)
@@ -312,10 +323,18 @@ class CudaGraphBufferRegistry:
             self._carry_out(sizes, sources, node)
             self._call_hooks(batch, context)
 
+    def _is_watched(self) -> bool:
+        """Whether fills have to be operators: somebody records them, or carries them out himself.
+
+        The core's writes would pass him by, and a capture would keep the block of the ring that happened to be next.
+        """
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return True
+        return self._is_staged and torch.cuda.is_current_stream_capturing()
+
     def _carry_out(self, sizes: Sizes, sources: list[Any], node: FillNode | None) -> None:
         prepared = self._prepared
-        if torch._C._len_torch_dispatch_stack() > 0:
-            # Somebody records operators, or carries them out himself: the core's writes would pass him by.
+        if self._is_watched():
             if node is not None:
                 node.clear()
             self._recorded.run(sizes, sources)

@@ -91,6 +91,12 @@ driver! {
     destroy_event = "cuEventDestroy_v2" (Handle);
 }
 
+/// A handle that torch, or a caller, gave as a number.
+#[expect(clippy::cast_possible_truncation, reason = "handles are addresses of this machine")]
+fn handle(number: u64) -> Handle {
+    number as usize as Handle
+}
+
 const NOT_READY: c_int = 600;
 const WITHOUT_TIMING: c_uint = 2;
 const KERNEL_NODE: c_int = 0;
@@ -199,7 +205,7 @@ impl Device {
     pub(crate) fn launch(&self, stream: u64, entries: &[Entry], blocks: u32) -> Result<(), DriverError> {
         self.inside(|| {
             self.with_kernel(entries, blocks, |kernel, grid, parameters| {
-                let (stream, none) = (stream as usize as Handle, ptr::null_mut());
+                let (stream, none) = (handle(stream), ptr::null_mut());
                 // SAFETY: the kernel takes one table, which the driver copies before the call returns.
                 let code =
                     unsafe { (self.driver.launch)(kernel, grid, 1, 1, THREADS, 1, 1, 0, stream, parameters, none) };
@@ -210,7 +216,7 @@ impl Device {
 
     /// The nodes of a graph that run the fill kernel.
     pub(crate) fn fill_nodes(&self, graph: u64) -> Result<Vec<u64>, DriverError> {
-        let (driver, graph) = (self.driver, graph as usize as Handle);
+        let (driver, graph) = (self.driver, handle(graph));
         let mut count = 0;
         // SAFETY: without a place for nodes only their number is written.
         check("cuGraphGetNodes", unsafe { (driver.graph_nodes)(graph, ptr::null_mut(), &raw mut count) })?;
@@ -252,7 +258,7 @@ impl Device {
     pub(crate) fn point(&self, executable: u64, node: u64, entries: &[Entry], blocks: u32) -> Result<(), DriverError> {
         self.with_kernel(entries, blocks, |kernel, grid, parameters| {
             let node_parameters = self.node(kernel, grid, parameters);
-            let (executable, node) = (executable as usize as Handle, node as usize as Handle);
+            let (executable, node) = (handle(executable), handle(node));
             // SAFETY: the kernel takes one table, which the driver copies before the call returns.
             let code = unsafe { (self.driver.set_node_parameters)(executable, node, &raw const node_parameters) };
             check("cuGraphExecKernelNodeSetParams", code)
@@ -272,14 +278,14 @@ impl Device {
     /// Marks the work queued on a stream so far.
     pub(crate) fn record(&self, event: u64, stream: u64) -> Result<(), DriverError> {
         // SAFETY: both handles are live: the event is the caller's, the stream torch's.
-        let code = unsafe { (self.driver.record_event)(event as usize as Handle, stream as usize as Handle) };
+        let code = unsafe { (self.driver.record_event)(handle(event), handle(stream)) };
         check("cuEventRecord", code)
     }
 
     /// Whether the work that an event marks is done.
     pub(crate) fn is_done(&self, event: u64) -> Result<bool, DriverError> {
         // SAFETY: the event is the caller's.
-        match unsafe { (self.driver.query_event)(event as usize as Handle) } {
+        match unsafe { (self.driver.query_event)(handle(event)) } {
             NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
@@ -288,13 +294,13 @@ impl Device {
     /// Waits for the work that an event marks.
     pub(crate) fn wait(&self, event: u64) -> Result<(), DriverError> {
         // SAFETY: the event is the caller's.
-        check("cuEventSynchronize", unsafe { (self.driver.wait_event)(event as usize as Handle) })
+        check("cuEventSynchronize", unsafe { (self.driver.wait_event)(handle(event)) })
     }
 
     /// Gives an event back.
     pub(crate) fn destroy(&self, event: u64) {
         // SAFETY: the event is the caller's, who does not use it again. There is nobody to tell of a failure.
-        unsafe { (self.driver.destroy_event)(event as usize as Handle) };
+        unsafe { (self.driver.destroy_event)(handle(event)) };
     }
 }
 
@@ -302,7 +308,7 @@ impl Device {
 pub(crate) fn update_executable(executable: u64, graph: u64) -> Result<bool, DriverError> {
     const CANNOT: c_int = 910;
     let mut result = UpdateResult { result: 0, node: ptr::null_mut(), from_node: ptr::null_mut() };
-    let (executable, graph) = (executable as usize as Handle, graph as usize as Handle);
+    let (executable, graph) = (handle(executable), handle(graph));
     // SAFETY: the struct is that of this version of the call.
     match unsafe { (driver()?.update_executable)(executable, graph, &raw mut result) } {
         CANNOT => Ok(false),

@@ -118,6 +118,11 @@ pub(crate) fn carry_out_checked(entry: &Entry) {
 ///
 /// # Safety
 /// The regions that the entry writes and reads are host memory that is there and that nobody else uses meanwhile.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "addresses and sizes are of memory of this machine"
+)]
 pub unsafe fn carry_out(entry: &Entry) {
     let itemsize = usize::from(entry.itemsize);
     let (dst, src) = (entry.dst as usize as *mut u8, entry.src as usize as *const u8);
@@ -163,7 +168,8 @@ pub unsafe fn carry_out(entry: &Entry) {
                         ptr::copy(src.offset(index * src_step), dst.offset(index * dst_step), itemsize);
                     }
                 }
-                let rest = dst.offset(row_live as isize * dst_step);
+                // Behind the last row of a region with gaps this is outside of it, and nothing is written then.
+                let rest = dst.wrapping_offset(row_live as isize * dst_step);
                 if dst_step == itemsize as isize && pattern[..itemsize].iter().all(|byte| *byte == pattern[0]) {
                     ptr::write_bytes(rest, pattern[0], (n2 - row_live) * itemsize);
                 } else {

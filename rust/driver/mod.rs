@@ -4,11 +4,6 @@
 //! word of the callers, who hold the tensors and have checked shapes, types and places against them.
 
 #![expect(unsafe_code, reason = "addresses of tensors and functions of libraries found at run time")]
-#![expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    reason = "addresses, and distances between them"
-)]
 
 #[cfg(feature = "python")]
 pub(crate) mod cuda;

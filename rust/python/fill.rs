@@ -13,7 +13,7 @@ use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 use self::kernel::Pending;
 pub(super) use self::kernel::{FillKernel, FillNode, update_executable};
 pub(super) use self::ring::HostRing;
-use self::sources::Wanted;
+use self::sources::{Fields, Wanted};
 use super::plan::{FillPlan, FillPlanner, sizes};
 use crate::driver::cuda;
 use crate::driver::dlpack::{Exchange, Form};
@@ -26,7 +26,7 @@ use crate::table::{Buffer, Entry, Given, Origin, Place, Table};
 /// What all tables of a set of slots have in common.
 struct Shared {
     exchange: Option<Exchange>,
-    /// The classes whose objects are read by their own memory.
+    /// The classes whose objects are read by their own memory, that of all tensors first.
     kinds: Vec<Py<PyType>>,
     device: Option<(i32, Arc<cuda::Device>)>,
     /// The field of a batch that each slot's source is, for slots that have such a one.
@@ -50,10 +50,10 @@ impl Shared {
         }
     }
 
-    /// Marks a ring's block as read by what is queued so far.
-    fn mark(&self, py: Python<'_>, ring: &HostRing) -> PyResult<()> {
+    /// Marks a block of a ring as read by what is queued so far.
+    fn mark(&self, py: Python<'_>, ring: &HostRing, block: usize) -> PyResult<()> {
         if let Some((index, _)) = &self.device {
-            ring.mark(self.stream(py, *index)?)?;
+            ring.mark(block, self.stream(py, *index)?)?;
         }
         Ok(())
     }
@@ -209,13 +209,14 @@ impl FillTable {
         }
     }
 
-    /// As `attempt`, with the fields of a batch, where they are all that there is to read.
+    /// As `attempt`, with the fields of a batch, where they are all that there is to read; the fields where it is not done.
     #[pyo3(signature = (batch, /))]
-    fn attempt_batch(&self, batch: &Bound<'_, PyAny>) -> PyResult<bool> {
-        match self.read_batch(batch, |_| {})? {
-            Some(values) => self.launch(batch.py(), &values).map(|()| true),
-            None => Ok(false),
-        }
+    fn attempt_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Option<Fields<'py>>> {
+        // ADDRESS: what the batch made to be read only lives as long as it is held.
+        let fields = self.fields(batch)?;
+        let Some(values) = self.read_fields(&fields)? else { return Ok(Some(fields)) };
+        self.launch(batch.py(), &values)?;
+        Ok(None)
     }
 
     /// As `attempt`, but what is to be written in device memory is left to a node of a graph.
@@ -227,14 +228,14 @@ impl FillTable {
         }
     }
 
-    /// As `attempt_in`, with the fields of a batch.
+    /// As `attempt_batch`, but what is to be written in device memory is left to a node of a graph.
     #[pyo3(signature = (batch, node, /))]
-    fn attempt_batch_in(&self, batch: &Bound<'_, PyAny>, node: &FillNode) -> PyResult<bool> {
-        let mut held = Vec::with_capacity(self.dtypes.len());
-        match self.read_batch(batch, |source| held.push(source.unbind()))? {
-            Some(values) => self.point(batch.py(), &values, node, held),
-            None => Ok(false),
-        }
+    fn attempt_batch_in<'py>(&self, batch: &Bound<'py, PyAny>, node: &FillNode) -> PyResult<Option<Fields<'py>>> {
+        let fields = self.fields(batch)?;
+        let Some(values) = self.read_fields(&fields)? else { return Ok(Some(fields)) };
+        let held = fields.into_iter().flatten().map(Bound::unbind).collect();
+        self.point(batch.py(), &values, node, held)?;
+        Ok(None)
     }
 
     /// Carries the table out with sources that were checked.
@@ -252,20 +253,20 @@ impl FillTable {
 }
 
 impl FillTable {
-    /// Carries out what is in host memory; the address of the ring's block, if there is one.
-    fn write_host(&self, py: Python<'_>, values: &[u64]) -> Result<u64, DriverError> {
-        let block = self.ring.as_ref().map_or(Ok(0), |ring| ring.get().next(py))?;
+    /// Carries out what is in host memory; the ring's block and its address, if there is one.
+    fn write_host(&self, py: Python<'_>, values: &[u64]) -> Result<(usize, u64), DriverError> {
+        let (number, block) = self.ring.as_ref().map_or(Ok((0, 0)), |ring| ring.get().next(py))?;
         for (slot, at, entry) in &self.table.staged {
             host::carry_out_checked(&Entry { dst: block + *at as u64, src: values[*slot], ..*entry });
         }
         for reading in &self.table.host {
             host::carry_out_checked(&placed(reading, values, block));
         }
-        Ok(block)
+        Ok((number, block))
     }
 
     fn launch(&self, py: Python<'_>, values: &[u64]) -> PyResult<()> {
-        let block = self.write_host(py, values)?;
+        let (number, block) = self.write_host(py, values)?;
         if let Some((index, device)) = self.shared.device.as_ref().filter(|_| !self.table.device.is_empty()) {
             let stream = self.shared.stream(py, *index)?;
             let entries: Vec<_> = self.table.device.iter().map(|reading| placed(reading, values, block)).collect();
@@ -273,7 +274,7 @@ impl FillTable {
                 device.launch(stream, &entries[range.clone()], *blocks)?;
             }
             if let Some(ring) = &self.ring {
-                ring.get().mark(stream)?;
+                ring.get().mark(number, stream)?;
             }
         }
         Ok(())
@@ -281,11 +282,11 @@ impl FillTable {
 
     /// Points a node at what is to be written in device memory; true, as nothing is wrong.
     fn point(&self, py: Python<'_>, values: &[u64], node: &FillNode, sources: Vec<Py<PyAny>>) -> PyResult<bool> {
-        let block = self.write_host(py, values)?;
+        let (number, block) = self.write_host(py, values)?;
         let entries: Vec<_> = self.table.device.iter().map(|reading| placed(reading, values, block)).collect();
         let blocks = self.table.launches.first().map_or(0, |(_, blocks)| *blocks);
         node.device.point(node.executable, node.node, &entries, blocks)?;
-        let ring = self.ring.as_ref().map(|ring| (ring.clone_ref(py), self.shared.clone()));
+        let ring = self.ring.as_ref().map(|ring| (ring.clone_ref(py), number, self.shared.clone()));
         // What the node held before goes here, after the lock is given back: letting go may run Python.
         drop(node.replace(Pending { _sources: sources, ring }));
         Ok(true)

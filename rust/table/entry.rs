@@ -73,7 +73,7 @@ pub struct Buffer {
 /// The entries that do to a slot what has to be done, where entries can; their sources' addresses are left at 0.
 ///
 /// Those whose `live` is not 0 read the source. None for more dimensions, for types that are not known, and for what is
-/// counted in more than 32 bits.
+/// counted in more than 31 bits.
 pub fn entries(slot: &SlotLayout, buffer: Buffer, work: &Work, source: Option<&Source>) -> Option<Vec<Entry>> {
     let mut found = Vec::new();
     let mut tail = work.tail.clone();
@@ -175,7 +175,8 @@ fn entry(
             entry.live_dim = u8::try_from(place).ok()?;
         }
     }
-    u32::try_from(entry.numel()).ok()?;
+    // The kernel counts in 32 bits, and beyond the end by as many threads as it has.
+    i32::try_from(entry.numel()).ok()?;
     if is_read {
         let along = usize::from(entry.live_dim);
         let live = dims.get(along.wrapping_sub(first)).map_or(1, |dim| dim.live);

@@ -99,7 +99,7 @@ class BaseCudaGraphBackend(ABC):
     WARMUPS: ClassVar[int] = 2
     #: Whether it is to be told how large an output can be; see `size_outputs`.
     wants_largest_output: ClassVar[bool] = False
-    #: Whether its graphs can begin with the fill kernel: see `fill_node`.
+    #: Whether its graphs can begin with the fill kernel: see `fill_node`. Replays must not look at the batch then.
     can_fill: bool = False
 
     def __init__(

@@ -46,7 +46,10 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         #: Who shares which executable; None without `share_executables`.
         self.executables = SharedExecutables() if share_executables else None
         # The fill is pointed at sources in one executable; a shared one would have to be pointed anew at every switch.
-        self.can_fill = not share_executables
+        # A replay that looks at the batch first would find it as the last step left it.
+        self.can_fill = not share_executables and self._replays_alone
+        #: The fills that graphs begin with.
+        self._nodes: dict[Hashable, FillNode] = {}
         if share_executables:
             self.adapter.updatable_graph()  # a device that has none says so here
 
@@ -80,13 +83,25 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
 
     def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
         """See `BaseCudaGraphBackend.launcher`."""
+        return self._captured[shape_key].recording.replay if self._replays_alone else None
+
+    @property
+    def _replays_alone(self) -> bool:
+        """Whether no subclass does anything about a replay."""
         kind, own = type(self), FullCudaGraphBackend
-        is_own = kind.replay is own.replay and kind.replay_session is own.replay_session and kind.can_run is own.can_run
-        return self._captured[shape_key].recording.replay if is_own else None
+        return kind.replay is own.replay and kind.replay_session is own.replay_session and kind.can_run is own.can_run
 
     def fill_node(self, shape_key: Hashable) -> FillNode | None:
         """See `BaseCudaGraphBackend.fill_node`."""
-        return self.adapter.fill_node(self._captured[shape_key].recording) if self.fills else None
+        node = self.adapter.fill_node(self._captured[shape_key].recording) if self.fills else None
+        if node is not None:
+            self._nodes[shape_key] = node
+        return node
+
+    def discard(self, shape_key: Hashable) -> None:
+        """See `BaseCudaGraphBackend.discard`."""
+        self._nodes.pop(shape_key, None)
+        super().discard(shape_key)
 
     def _new_graph(self) -> DeviceGraph:
         if self.executables is not None:
@@ -107,7 +122,12 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         return warmed if torch.equal(before, random_state(self.adapter.device)) else []
 
     def replay(self, shape_key: Hashable, static_forward_batch: Any, **kwargs: Any) -> Any:
-        """See `BaseCudaGraphBackend.replay`."""
+        """See `BaseCudaGraphBackend.replay`; of what the buffers hold."""
         captured = self._captured[shape_key]
+        node = self._nodes.get(shape_key)
+        if node is not None:
+            # A step launches the graph itself. Whoever comes here has filled the buffers, and the sources that the last
+            # step pointed the node at may be gone.
+            node.clear()
         captured.recording.replay()
         return captured.output

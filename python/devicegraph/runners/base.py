@@ -238,6 +238,8 @@ class BaseCudaGraphRunner(CapturingRunner):
     def _graph_for(self, forward_batch: Any, decision: Decision | None, bs: int, num_tokens: int) -> ShapeKey:
         if decision is None:
             decision = self._decide(forward_batch, bs, num_tokens)
+        elif isinstance(size := self._live_size(bs, num_tokens), str):
+            decision = EAGER[size]  # whatever batch it was made for, this one has no size
         if decision.key is None or decision.key not in self.graphs:
             raise ReplayError(
                 f"{self.phase}: the batch cannot be replayed: {decision.reason}",

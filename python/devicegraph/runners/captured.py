@@ -77,6 +77,7 @@ class CapturedGraph:
         """Says that the graph is gone."""
         if not self.is_dropped:
             self.is_dropped = True
+            self.node = None  # ADDRESS: it is part of the graph's executable
             self._pool.unfollow(self)
 
     def __del__(self) -> None:

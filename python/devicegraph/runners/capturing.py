@@ -19,7 +19,7 @@ from devicegraph.report import CapturedBucket, CaptureEstimate, CaptureReport, D
 from devicegraph.runners.capture import capture_shapes, find_rows
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 from devicegraph.runners.captured import CapturedGraph
-from devicegraph.runners.filling import choose_filling, no_node
+from devicegraph.runners.filling import NOT_FOUND, Filling, choose_filling, no_node
 from devicegraph.runners.parts import RunnerParts
 from devicegraph.runners.progress import log_report
 
@@ -50,14 +50,17 @@ class CapturingRunner(RunnerParts):
             note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
             return CaptureReport(self.phase, "disabled", note=note)
         self._drop_graphs()
+        self._has_captured = False
+        filling = choose_filling(self)
         self._has_captured = True
         keys = self._keys()
         if not keys:
             return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
-        filling = choose_filling(self)
         traced = self.backend.traces
         captured, dropped = self._capture_keys(keys, self.progress, verify=self.verify_on_capture)
         self._traces = self.backend.traces
+        if filling.executor == "node" and any(graph.node is None for graph in self.graphs.values()):
+            filling = Filling("native", NOT_FOUND)
         report = CaptureReport(
             self.phase,
             self.backend.name,
@@ -231,7 +234,7 @@ class CapturingRunner(RunnerParts):
         output = backend.capture_one(key, forward, batch, self.hooks.after_warmup)
         node = backend.fill_node(key)
         if node is None and backend.fills and self.buffer_registry.wanted_executor == "node":
-            raise no_node("the fill cannot be told apart in the captured graph")
+            raise no_node(NOT_FOUND)
         exposed = self.buffer_registry.presence(batch)
         self._routes.clear()
         self.graphs[key] = CapturedGraph(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from devicegraph.errors import BackendError
 
@@ -42,6 +42,10 @@ def choose_filling(runner: CapturingRunner) -> Filling:
     return Filling(executor, reason)
 
 
+#: Why a graph that was captured with its fill at the head cannot be pointed.
+NOT_FOUND: Final = "the fill cannot be told apart in the captured graph"
+
+
 def no_node(reason: str) -> BackendError:
     """The error where a node was asked for and cannot be had."""
     message = f"executor `node` cannot be had: {reason}"
@@ -51,24 +55,28 @@ def no_node(reason: str) -> BackendError:
 def _why_not_node(runner: CapturingRunner) -> str | None:
     backend = runner.backend
     if backend is None or not backend.can_fill:
-        return "only a graph of the whole forward can begin with the fill"
+        return "only a graph of the whole forward, with nothing done about its replay, can begin with the fill"
     if not runner.adapter.fills_in_graphs:
         return f"graphs of `{runner.adapter.device.type}` cannot be looked into here"
-    on_device = {slot.name for slot in runner.buffer_registry.slots if slot.buffer is not None and slot.buffer.is_cuda}
+    slots = runner.buffer_registry.slots
+    on_host = {slot.name for slot in slots if slot.buffer is not None and slot.buffer.device.type == "cpu"}
+    on_device = {slot.name for slot in slots} - on_host
     readers = [
         ("prepare_metadata", runner.hooks.prepare_metadata),
         ("upgrade_metadata", runner.hooks.upgrade_metadata),
-        *((f"post_fill of slot `{slot.name}`", slot.post_fill) for slot in runner.buffer_registry.slots),
+        *((f"post_fill of slot `{slot.name}`", slot.post_fill) for slot in slots),
     ]
-    return next(filter(None, (_why_reads(name, reader, on_device) for name, reader in readers)), None)
+    return next(filter(None, (_why_reads(name, reader, on_device, on_host) for name, reader in readers)), None)
 
 
-def _why_reads(name: str, reader: Any, on_device: set[str]) -> str | None:
+def _why_reads(name: str, reader: Any, on_device: set[str], on_host: set[str]) -> str | None:
     """Why a hook has to come after the fill; None where it reads no slot on the device."""
     if reader is None:
         return None
     reads: Iterable[str] | None = getattr(reader, "reads", None)
     if reads is None:
         return f"{name} does not declare what it reads (`@devicegraph.hook(reads=...)`)"
-    found = sorted(on_device & set(reads))
-    return f"{name} reads {', '.join(f'`{slot}`' for slot in found)} on the device" if found else None
+    for slots, where in ((set(reads) - on_device - on_host, ", which is no slot"), (on_device & set(reads), " on the device")):
+        if slots:
+            return f"{name} reads {', '.join(f'`{slot}`' for slot in sorted(slots))}{where}"
+    return None

@@ -34,6 +34,9 @@ def first_far(eager: Result, replayed: Result, tolerances: Mapping[torch.dtype, 
     shapes = [[list(tensor.shape) for tensor in result.output] for result in (eager, replayed)]
     if shapes[0] != shapes[1]:
         return f"the output, whose tensors are {shapes[0]} eagerly and {shapes[1]} replayed"
+    dtypes = [[str(tensor.dtype).removeprefix("torch.") for tensor in result.output] for result in (eager, replayed)]
+    if dtypes[0] != dtypes[1]:
+        return f"the output, whose tensors are of {dtypes[0]} eagerly and of {dtypes[1]} replayed"
     return _first_place(eager, replayed, partial(_first_far_element, tolerances=tolerances))
 
 

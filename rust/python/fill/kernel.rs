@@ -56,8 +56,8 @@ pub(in crate::python) struct FillNode {
 pub(super) struct Pending {
     /// ADDRESS: the sources, until the launch is queued; from then on the order of the stream keeps their memory.
     pub(super) _sources: Vec<Py<PyAny>>,
-    /// The ring whose block in use it reads, and what knows the stream.
-    pub(super) ring: Option<(Py<HostRing>, Arc<Shared>)>,
+    /// The block of a ring that it reads, and what knows the stream.
+    pub(super) ring: Option<(Py<HostRing>, usize, Arc<Shared>)>,
 }
 
 #[pymethods]
@@ -72,7 +72,7 @@ impl FillNode {
     /// Lets go of what the launch that was just queued reads.
     fn launched(&self, py: Python<'_>) -> PyResult<()> {
         match self.replace(Pending::default()).ring {
-            Some((ring, shared)) => shared.mark(py, ring.get()),
+            Some((ring, block, shared)) => shared.mark(py, ring.get(), block),
             None => Ok(()),
         }
     }

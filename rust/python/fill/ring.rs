@@ -15,7 +15,7 @@ pub(in crate::python) struct HostRing {
     address: u64,
     pub(super) block_bytes: usize,
     events: Vec<u64>,
-    /// The block in use, and which ones have been marked since they were written.
+    /// The block that was given last, and which ones have been marked since they were.
     state: Mutex<(usize, Vec<bool>)>,
     /// ADDRESS: the memory, which goes after everything queued has read it: see `drop`.
     _memory: Py<PyAny>,
@@ -34,8 +34,8 @@ impl HostRing {
 }
 
 impl HostRing {
-    /// The next block, once the device has read what it held.
-    pub(super) fn next(&self, py: Python<'_>) -> Result<u64, DriverError> {
+    /// The next block, once the device has read what it held, and its address.
+    pub(super) fn next(&self, py: Python<'_>) -> Result<(usize, u64), DriverError> {
         let (block, is_marked) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.0 = (state.0 + 1) % self.events.len();
@@ -45,13 +45,12 @@ impl HostRing {
         if is_marked && !self.device.is_done(self.events[block])? {
             py.detach(|| self.device.wait(self.events[block]))?;
         }
-        Ok(self.address + (block * self.block_bytes) as u64)
+        Ok((block, self.address + (block * self.block_bytes) as u64))
     }
 
-    /// Marks the block in use as read by what is queued on a stream so far.
-    pub(super) fn mark(&self, stream: u64) -> Result<(), DriverError> {
+    /// Marks a block as read by what is queued on a stream so far.
+    pub(super) fn mark(&self, block: usize, stream: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let block = state.0;
         state.1[block] = true;
         self.device.record(self.events[block], stream)
     }

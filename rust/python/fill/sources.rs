@@ -3,10 +3,10 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString};
 
 use super::FillTable;
-use crate::driver::dlpack::Form;
+use crate::driver::dlpack::{Exchange, Form};
 use crate::dtype::DType;
 use crate::table::Origin;
 
@@ -28,8 +28,17 @@ fn number_bits(dtype: DType, number: &Bound<'_, PyAny>) -> Option<u64> {
         return dtype.bits_of_integer(i128::from(number.extract::<bool>().ok()?));
     }
     number.is_exact_instance_of::<PyInt>().then_some(())?;
-    dtype.bits_of_integer(number.extract::<i64>().ok()?.into())
+    if let Ok(number) = number.extract::<i64>() {
+        return dtype.bits_of_integer(number.into());
+    }
+    match number.extract::<u64>() {
+        Ok(number) => dtype.bits_of_integer(number.into()),
+        Err(_) => dtype.bits_of_real(number.extract().ok()?),
+    }
 }
+
+/// A batch's fields, one for each slot.
+pub(super) type Fields<'py> = Vec<Option<Bound<'py, PyAny>>>;
 
 impl FillTable {
     /// For each source its address, or the bits of a number; none where one is not what the table was made for.
@@ -47,27 +56,27 @@ impl FillTable {
         Ok(Some(values))
     }
 
-    /// As `read`, of a batch's fields; none for a mapping that is no dictionary, too.
-    pub(super) fn read_batch<'py>(
-        &self,
-        batch: &Bound<'py, PyAny>,
-        mut keep: impl FnMut(Bound<'py, PyAny>),
-    ) -> PyResult<Option<Vec<u64>>> {
-        let Some(wanted) = &self.wanted else { return Ok(None) };
+    /// The fields of a batch that is an object with attributes, or a dictionary. All are there before the first address is
+    /// asked for: reading one may run code that frees another.
+    pub(super) fn fields<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<Fields<'py>> {
         let dict = batch.cast_exact::<PyDict>().ok();
+        let field = |name: &Option<Py<PyString>>| match (name, dict) {
+            (None, _) => Ok(None),
+            (Some(name), Some(dict)) => dict.get_item(name),
+            (Some(name), None) => batch.getattr_opt(name),
+        };
+        self.shared.fields.iter().map(field).collect()
+    }
+
+    /// As `read`, of a batch's fields.
+    pub(super) fn read_fields(&self, fields: &Fields<'_>) -> PyResult<Option<Vec<u64>>> {
+        let Some(wanted) = self.wanted.as_ref().filter(|wanted| wanted.len() == fields.len()) else {
+            return Ok(None);
+        };
         let mut values = Vec::with_capacity(wanted.len());
-        for (name, wanted) in self.shared.fields.iter().zip(wanted) {
-            let source = match (name, dict) {
-                (None, _) => None,
-                (Some(name), Some(dict)) => dict.get_item(name)?,
-                (Some(name), None) => batch.getattr_opt(name)?,
-            };
+        for (source, wanted) in fields.iter().zip(wanted) {
             let value = match source {
-                Some(source) => {
-                    let value = self.value(&source, wanted)?;
-                    keep(source);
-                    value
-                }
+                Some(source) => self.value(source, wanted)?,
                 None => matches!(wanted, Wanted::Nothing).then_some(0),
             };
             match value {
@@ -114,9 +123,27 @@ impl FillTable {
             values[slot] = match origin {
                 Origin::Number(_) => number_bits(self.dtypes[slot], &source)
                     .ok_or_else(|| PyValueError::new_err("a number that its slot cannot hold"))?,
-                _ => source.call_method0(intern!(py, "data_ptr"))?.extract()?,
+                _ => match self.form(slot, &source)? {
+                    Some((exchange, form)) => exchange.address(&source, form).ok_or_else(|| {
+                        drop(PyErr::take(py));
+                        PyValueError::new_err("a source's attributes are not those of its memory")
+                    })?,
+                    None => source.call_method0(intern!(py, "data_ptr"))?.extract()?,
+                },
             };
         }
         Ok(values)
+    }
+
+    /// How a tensor's memory is read, and the form that it has to have; none where it cannot be read so.
+    fn form(&self, slot: usize, source: &Bound<'_, PyAny>) -> PyResult<Option<(Exchange, &Form)>> {
+        // Attributes of a subclass may say anything; what the tables were made for is what is read and no more.
+        let wanted = self.wanted.as_ref().and_then(|wanted| wanted.get(slot));
+        let (Some(exchange), Some(Wanted::Tensor(form, _)), [tensor, ..]) =
+            (self.shared.exchange, wanted, &self.shared.kinds[..])
+        else {
+            return Ok(None);
+        };
+        Ok(source.get_type().is_subclass(tensor.bind(source.py()))?.then_some((exchange, form)))
     }
 }
