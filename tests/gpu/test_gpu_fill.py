@@ -121,6 +121,7 @@ def test_sources_that_nobody_else_keeps_live_until_the_replay_has_read_them() ->
     [
         (None, "native", "prepare_metadata does not declare what it reads (`@devicegraph.hook(reads=...)`)"),
         ({"seq_lens", "seq_lens_cpu"}, "native", "prepare_metadata reads `seq_lens` on the device"),
+        ({"seq_len"}, "native", "prepare_metadata reads `seq_len`, which is no slot"),
         ({"seq_lens_cpu"}, "node", None),
     ],
 )
@@ -179,6 +180,26 @@ def test_sources_on_the_host_may_be_overwritten_while_steps_are_on_their_way(exe
         for step, output in enumerate(outputs):
             rows = torch.arange(4) + step
             assert output.tolist() == (rows + 10 * (rows + 1) + 100 * (rows + 2)).tolist()
+
+
+def test_a_fill_from_the_host_in_a_capture_of_the_engines_own_reads_what_it_was_given() -> None:
+    registry = dg.CudaGraphBufferRegistry(device=DEVICE, max_bs=MAX, max_num_tokens=MAX, executor="native")
+    slot = registry.register_slot(
+        dg.GraphSlot("ids", lambda bs, n: (n,), torch.int64, source_device="cpu", padding_policy=dg.PaddingPolicy.ZERO)
+    )
+    source = torch.tensor([3, 4]).pin_memory()
+    sizes = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+    registry.fill_from({"ids": source}, **sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        registry.fill_from({"ids": source}, **sizes)
+    for values in ([5, 6], [7, 8]):
+        source.copy_(torch.tensor(values))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert slot.buffer[:4].tolist() == [*values, 0, 0]
+        registry.fill_from({"ids": torch.tensor([1, 2])}, **sizes)  # the ring goes on
+        assert slot.buffer[:4].tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("executor", ["node", "native"])

@@ -76,7 +76,10 @@ def _why_reads(name: str, reader: Any, on_device: set[str], on_host: set[str]) -
     reads: Iterable[str] | None = getattr(reader, "reads", None)
     if reads is None:
         return f"{name} does not declare what it reads (`@devicegraph.hook(reads=...)`)"
-    for slots, where in ((set(reads) - on_device - on_host, ", which is no slot"), (on_device & set(reads), " on the device")):
-        if slots:
-            return f"{name} reads {', '.join(f'`{slot}`' for slot in sorted(slots))}{where}"
-    return None
+    if unknown := set(reads) - on_device - on_host:
+        return f"{name} reads {_listed(unknown)}, which is no slot"
+    return f"{name} reads {_listed(on_device & set(reads))} on the device" if on_device & set(reads) else None
+
+
+def _listed(slots: set[str]) -> str:
+    return ", ".join(f"`{slot}`" for slot in sorted(slots))
