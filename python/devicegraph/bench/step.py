@@ -69,7 +69,13 @@ def runner_of(engine: StepEngine, **options: Any) -> DecodeCudaGraphRunner:
         engine,
         config=CudaGraphConfig(decode={"bs": list(engine.buckets)}),
         registry=build_decode_registry(
-            device=engine.device, max_bs=maximum, max_num_token=maximum, seq_len_fill_value=1
+            device=engine.device,
+            max_bs=maximum,
+            max_num_token=maximum,
+            seq_len_fill_value=1,
+            executor="node"
+            if "backend" not in options and get_device_adapter(engine.device).fills_in_graphs
+            else "auto",
         ),
         graph_pool=None if "backend" in options else GraphMemoryPool(get_device_adapter(engine.device)),
         on_error="raise",

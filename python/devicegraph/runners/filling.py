@@ -17,7 +17,7 @@ class Filling(NamedTuple):
 
     Attributes:
         executor: `node`, `native` or `foreach`.
-        reason: why it is no faster one; None for `node`, or where this was asked for.
+        reason: why it is not `native` where nothing was asked for; None otherwise.
     """
 
     executor: str
@@ -31,15 +31,12 @@ def choose_filling(runner: CapturingRunner) -> Filling:
         BackendError: `executor-unavailable`: the registry was made with an executor that cannot be had.
     """
     registry = runner.buffer_registry
-    executor = registry.executor
-    if registry.wanted_executor not in ("auto", "node"):
-        return Filling(executor, None)
-    reason = registry.executor_reason or _why_not_node(runner)
-    if reason is None:
-        return Filling("node", None)
-    if registry.wanted_executor == "node":
+    if registry.wanted_executor != "node":
+        return Filling(registry.executor, registry.executor_reason)
+    reason = _why_not_node(runner)
+    if reason is not None:
         raise no_node(reason)
-    return Filling(executor, reason)
+    return Filling("node", None)
 
 
 #: Why a graph that was captured with its fill at the head cannot be pointed.
