@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import devicegraph
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
+from devicegraph.devices.tape_check import _is_of_form
 from devicegraph.devices.tape_memory import TapeMemory
 from devicegraph.devices.tape_rules import REFUSALS, HostMemory
 from verdicts import Construct, Setting, check_refused, of
@@ -38,6 +40,17 @@ def capture(
     ):
         output = forward()
     return graph, output
+
+
+def test_what_a_gpus_flash_attention_returns_says_nothing_of_values() -> None:
+    mode = FakeTensorMode()
+    form = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta")
+    heads = FakeTensor(mode, form, torch.device("cuda:0"))
+    with mode:
+        returned = torch.ops.aten._scaled_dot_product_flash_attention.default(heads, heads, heads, 0.0, True)
+    assert int in map(type, returned)
+    assert all(map(_is_of_form, returned))
+    assert not any(map(_is_of_form, (True, 1.0, 1j)))
 
 
 def test_python_side_effects_do_not_replay() -> None:
