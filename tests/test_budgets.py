@@ -30,9 +30,9 @@ DEVICES = str(Path(dg.__file__).parent / "devices")
 
 #: (own functions, C functions) of the path by what it is; more where torch has no table to read tensors through.
 CEILINGS = {
-    "fill": (4, 3) if EXCHANGE is not None else (11, 58),
+    "fill": (4, 3) if EXCHANGE is not None else (17, 56),
     "can_run": (14, 12),
-    "run": (26, 18) if EXCHANGE is not None else (33, 60),
+    "run": (26, 18) if EXCHANGE is not None else (40, 57),
 }
 #: Operators of a fill of eight slots that is left to calls: the planes of one source, and the grouped copy.
 FILL_OPERATORS = 2

@@ -453,6 +453,26 @@ def test_variants_are_verified_by_batches_that_need_them() -> None:
         assert report.missed == (dg.ShapeKey(4),)
 
 
+@pytest.mark.parametrize("state", [None, {}])
+def test_an_engine_that_says_it_writes_nothing_else_has_every_slot_proven(state: Any) -> None:
+    class Summing:
+        device, limits = torch.device("cpu"), dg.Limits(max_bs=4, max_num_tokens=4)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            mixed: torch.Tensor = batch.input_ids * 2 + batch.positions.sum()
+            return mixed
+
+    config = dg.CudaGraphConfig(decode={"bs": [4]})
+    with dg.DecodeCudaGraphRunner(Summing(), config=config) as runner:
+        runner.capture()
+        rows = torch.tensor([3, 5, 2])
+        batch = SimpleNamespace(batch_size=3, input_ids=rows, positions=rows + 1)
+        report = dg.verify(runner, [batch], state=state)
+    assert bool(report) is (state is None)
+    assert ("positions" in report.held) is (state is None)
+    assert [finding.slots for finding in report.findings] == ([] if state is None else [("positions",)])
+
+
 def test_a_report_prints_and_exports_what_was_found() -> None:
     engine = extra("ZERO_float32", leaks=True)
     engine.turn_on("sum")

@@ -49,7 +49,7 @@ def verify(
     range. So several batches with different values prove more than one. Integer slots whose padding every fill writes
     (`ZERO`, `FILL_SENTINEL`) may be what rows are written by: where poison in one of them moves the state, the values
     next to its padding are tried, and where these move it too the slot is left at its padding, and the report says so
-    (`held`). Without state they are all left at it.
+    (`held`). Where nothing is known of state they are all left at it.
 
     A hook or a forward that raises ends the verification; buffers and state are put back then, too. Steps are not
     counted in the metrics. `can_run` and `pre_replay` are called once for each batch. Waits for the device, often.
@@ -59,8 +59,9 @@ def verify(
         batches: live batches, as for `run`. They are not changed.
         state: all that the forward writes beside its output, such as the key-value cache, by name: tensors, or views of
             them, whose first dimension has the rows and whose first row is reserved for padding. By default what the
-            engine's `state_tensors()` gives. Three copies are held; where that is too much, give views of as many rows
-            as the batches use. State that is not given is written by every launch, as a step would do it.
+            engine's `state_tensors()` gives; `{}` says that it writes nothing else. Three copies are held; where that
+            is too much, give views of as many rows as the batches use. State that is not given is written by every
+            launch, as a step would do it.
         poisons: for a slot, two values for its padded rows that differ and are valid there, or none to leave it out.
             For slots whose values are bound to each other, such as cumulative lengths.
         tolerances: for a dtype, another one than in `TOLERANCES`.

@@ -56,6 +56,7 @@ class Proofs:
         self.runner = runner
         if state is None and runner.hooks.state_tensors is not None:
             state = runner.hooks.state_tensors()
+        self._is_state_known = state is not None
         self.state = check_state(state or {})
         self.poisons = Poisons(runner.buffer_registry, poisons)
         self.tolerances = tolerances
@@ -241,7 +242,7 @@ class Proofs:
         if pair is None:
             self.held[slot.name] = "left out" if is_given else "only one value is known to be valid"
         elif slot.name not in self.used and self._is_undecided(slot):
-            if not self.state:
+            if not self._is_state_known:
                 self.held[slot.name] = "its rows may point into state, and no state was given"
                 return None
             pair = self._harmless_pair(step, key, plain, each.padding, slot, pair)
