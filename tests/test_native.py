@@ -39,6 +39,7 @@ def test_host_memory_is_filled_by_the_core_unless_told_otherwise(wanted: Any, ex
 
 
 def test_a_device_without_a_kernel_is_filled_by_calls_and_says_why() -> None:
+    assert registry_of(device="meta").executor_reason == "there is no fill kernel for `meta`"
     registry = registry_of(device="meta")
     assert (registry.executor, registry.executor_reason) == ("foreach", "there is no fill kernel for `meta`")
 

@@ -141,6 +141,8 @@ class CudaGraphBufferRegistry:
         layouts = [layout_of(slot) for slot in slots]
         self._planner = FillPlanner(layouts, max_bs=self.max_bs, max_num_tokens=self.max_num_tokens)
         self._steps: PreparedSteps | None = None
+        #: The steps of fills that have to be operators; few registries ever have one.
+        self._recorded: PreparedSteps | None = None
         self._latest: dict[Sizes, Step] = {}
         #: Classes of batches whose fields the core can read, where they are all that a fill reads and does.
         self._direct_kinds: set[type] = set()
@@ -155,13 +157,15 @@ class CudaGraphBufferRegistry:
 
     @property
     def executor(self) -> str:
-        """What carries fills out: `foreach` or `native`. A runner may do better: its report says how it fills."""
+        """What carries fills out: `foreach` or `native`. Where `node` was asked for, a runner's steps do without."""
         return "foreach" if self._prepared.native is None else "native"
 
     @property
     def executor_reason(self) -> str | None:
         """Why it is `foreach` where that was not asked for; None where it is not, or was."""
-        return self._reason if self.wanted_executor == "auto" else None
+        if self.wanted_executor != "auto" or self._prepared.native is not None:
+            return None
+        return self._reason
 
     @property
     def _prepared(self) -> PreparedSteps:
@@ -174,7 +178,6 @@ class CudaGraphBufferRegistry:
             if self._reason is None and self.wanted_executor != "foreach":
                 native = NativeExecutor(slots, self._planner, self._calls)
             self._steps = PreparedSteps(slots, self._planner, self._calls, native, self._values)
-            self._recorded = PreparedSteps(slots, self._planner, self._calls, None, self._values)
             self._latest = self._steps.latest
         return self._steps
 
@@ -337,6 +340,8 @@ class CudaGraphBufferRegistry:
         if self._is_watched():
             if node is not None:
                 node.clear()
+            if self._recorded is None:
+                self._recorded = PreparedSteps(self.slots, self._planner, self._calls, None, self._values)
             self._recorded.run(sizes, sources)
         elif node is None:
             prepared.run(sizes, sources)

@@ -19,7 +19,7 @@ from devicegraph.report import CapturedBucket, CaptureEstimate, CaptureReport, D
 from devicegraph.runners.capture import capture_shapes, find_rows
 from devicegraph.runners.capture_mode import freeze_gc, model_capture_mode
 from devicegraph.runners.captured import CapturedGraph
-from devicegraph.runners.filling import NOT_FOUND, choose_filling, no_node
+from devicegraph.runners.filling import choose_filling, no_node
 from devicegraph.runners.parts import RunnerParts
 from devicegraph.runners.progress import log_report
 
@@ -232,7 +232,7 @@ class CapturingRunner(RunnerParts):
         output = backend.capture_one(key, forward, batch, self.hooks.after_warmup)
         node = backend.fill_node(key)
         if node is None and backend.fills:
-            raise no_node(NOT_FOUND)
+            raise no_node("the fill cannot be told apart in the captured graph")
         exposed = self.buffer_registry.presence(batch)
         self._routes.clear()
         self.graphs[key] = CapturedGraph(

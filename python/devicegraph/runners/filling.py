@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from devicegraph.errors import BackendError
 
@@ -37,10 +37,6 @@ def choose_filling(runner: CapturingRunner) -> Filling:
     if reason is not None:
         raise no_node(reason)
     return Filling("node", None)
-
-
-#: Why a graph that was captured with its fill at the head cannot be pointed.
-NOT_FOUND: Final = "the fill cannot be told apart in the captured graph"
 
 
 def no_node(reason: str) -> BackendError:
