@@ -13,11 +13,12 @@ from devicegraph.fill import ForeachExecutor, HostValues
 from devicegraph.native import NativeExecutor, why_not_native
 from devicegraph.pool import input_buffer_pool
 from devicegraph.registration import check_bound, find_shape, lay_out, numbered
-from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, fault, layout_of, shown, unchecked
+from devicegraph.slots import GraphSlot, PaddingPolicy, buffer_of, context_of, fault, layout_of, shown, unchecked
 from devicegraph.steps import PreparedSteps, Sizes, Step, remember
 
 if TYPE_CHECKING:
     from devicegraph._core import FillNode, FillTable
+    from devicegraph.slots import FillContext
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
 
@@ -78,6 +79,8 @@ class CudaGraphBufferRegistry:
         self.wanted_executor = executor
         #: Who this is in the printed pool; the factories put their phase here.
         self.label = f"registry of {self.max_bs} requests, {self.max_num_tokens} tokens"
+        #: What the tokens of every bucket are a multiple of: the ranks that they are spread over. Runners keep to it.
+        self.token_alignment = 1
         self._slots: dict[str, GraphSlot] = {}
         self._calls = ForeachExecutor()
         self._values = HostValues()
@@ -307,7 +310,7 @@ class CudaGraphBufferRegistry:
         sources = read_fields(batch, self._fields) if fields is None else fields
         context = None
         if self._functions or self._hooks:
-            context = FillContext(*sizes[:4], pp_proxy_tensors)
+            context = context_of(batch, sizes[:4], pp_proxy_tensors)
             for index, slot in self._functions:
                 if slot.value_fn is not None:
                     sources[index] = slot.value_fn(context)

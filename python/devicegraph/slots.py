@@ -64,6 +64,34 @@ class FillContext(NamedTuple):
     padded_num_tokens: int
     pp_proxy_tensors: Any = None
 
+    @property
+    def forward_batch(self) -> Any:
+        """The batch that is filled in, for a `value_fn` that needs it; an empty mapping outside of a fill."""
+        return {}
+
+
+class StepContext(FillContext):
+    """The context of a fill, which knows its batch; as a tuple it is no other than `FillContext`."""
+
+    _batch: Any
+
+    @property
+    def forward_batch(self) -> Any:
+        return self._batch
+
+
+def context_of(batch: Any, sizes: tuple[int, int, int, int], pp_proxy_tensors: Any) -> FillContext:
+    """The context of a fill.
+
+    Args:
+        batch: what `fill_from` was given.
+        sizes: in the order of the context.
+        pp_proxy_tensors: what `fill_from` was given.
+    """
+    context = StepContext(*sizes, pp_proxy_tensors)
+    context._batch = batch
+    return context
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GraphSlot:
@@ -101,7 +129,8 @@ class GraphSlot:
             row gets `pad_value`.
         value_fn: `context` to a small host value that the fill writes itself: a number for all live rows, or a sequence
             of numbers, at least one for each live row and at most one for each row of the bucket. The slot has at most
-            one dimension. No launch of its own once a value was seen.
+            one dimension. No launch of its own once a value was seen. Called in an idle step too. What is known on the
+            device only may be given as a tensor, as `source_fn` gives it.
     """
 
     name: str
@@ -122,7 +151,7 @@ class GraphSlot:
     source_device: Literal["cpu", "any"] | None = None
     allow_narrowing: bool = False
     trailing: Literal["exact", "prefix"] = "exact"
-    value_fn: Callable[[FillContext], HostValue | Sequence[HostValue]] | None = None
+    value_fn: Callable[[FillContext], HostValue | Sequence[HostValue] | torch.Tensor] | None = None
     _layout: SlotLayout | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

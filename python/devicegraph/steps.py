@@ -127,6 +127,8 @@ class PreparedSteps:
     def _step(self, sizes: Sizes, sources: list[Any]) -> Step:
         for index, slot in self._numbers:
             value = sources[index]
+            if isinstance(value, torch.Tensor):
+                continue
             if self.native is None or not self.native.takes(slot, value):
                 sources[index] = self._values.tensor(slot, value, _live_rows(slot, sizes))
         try:
