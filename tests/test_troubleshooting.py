@@ -199,6 +199,21 @@ def uneven() -> tuple[Any, Any]:
     return runner, engine.batch([3, 5, 4])
 
 
+def encoded(lengths: torch.Tensor) -> Any:
+    def make() -> tuple[Any, Any]:
+        engine = ToyEngine(max_bs=4)
+        registry = dg.build_decode_registry(
+            device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1, is_encoder_decoder=True
+        )
+        runner = dg.DecodeCudaGraphRunner(engine, config=config(bs=[4]), registry=registry)
+        runner.capture()
+        batch = engine.batch([3, 5])
+        batch.encoder_lens = lengths
+        return runner, batch
+
+    return make
+
+
 def outvoted() -> tuple[Any, Any]:
     engine = ToyEngine(max_bs=4)
     runner = dg.DecodeCudaGraphRunner(engine, config=config(bs=[4]))
@@ -249,6 +264,8 @@ EAGER = {
     "bucket-dropped": memory_short,
     "variant-unknown": decode([3], bs=[4], engine=lambda: Labelled(max_bs=4), fields={"extras": {"variant": "other"}}),
     "not-uniform": uneven,
+    "encoder-lens-mixed": encoded(torch.tensor([0, 7], dtype=torch.int32)),
+    "encoder-lens-unknown": encoded(torch.empty(2, dtype=torch.int32, device="meta")),
     "field-missing": with_field(required=True, given=False),
     "field-unexpected": with_field(required=False, given=True),
     "backend-refused": backend_of_ones_own,

@@ -184,6 +184,8 @@ class BaseCudaGraphRunner(CapturingRunner):
             decision = EAGER["variant-unknown"]
         elif isinstance(size, str):
             decision = EAGER[size]
+        elif size and self._why_eager is not None and (refusal := self._why_eager(forward_batch)) is not None:
+            decision = EAGER[refusal]
         else:
             decision = self._decide_for(forward_batch, size, variant)
         if self.hooks.vote is None:

@@ -23,6 +23,8 @@ DECISION_CODES: Final = {
     "bucket-dropped": "the bucket could not be captured, nor can a larger one take the batch",
     "variant-unknown": "the batch needs a variant that is not in the engine's `variants`",
     "not-uniform": "the requests do not have the number of tokens each that the graphs were captured for",
+    "encoder-lens-mixed": "some requests of the batch have encoded tokens, and some have none",
+    "encoder-lens-unknown": "the batch has its encoded lengths on the device only, and reading them would wait for it",
     "field-missing": "the batch lacks a field that the graph reads",
     "field-unexpected": "the batch carries a field that the graph was captured without",
     "backend-refused": "the backend refused the batch",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import torch
 
 from devicegraph.backends import resolve_decode_backend
+from devicegraph.batches import read_fields
 from devicegraph.buckets import decode_buckets
 from devicegraph.devices import get_device_adapter
 from devicegraph.engine import Hooks, as_count
@@ -56,6 +59,10 @@ def get_batch_sizes_to_capture(
 class DecodeCudaGraphRunner(BaseCudaGraphRunner):
     """Runs decode batches through captured graphs; the bucket counts requests.
 
+    Where the registry has `encoder_lens`, a batch in which some requests have encoded tokens and some have none runs
+    eagerly (`encoder-lens-mixed`); so does one whose lengths are on the device only, without the `encoder_lens_cpu`
+    that tells (`encoder-lens-unknown`).
+
     Args:
         model_runner: the engine; see `ModelRunner`.
         mode: `decode`, `target_verify` or `dllm_extend`: what the graphs are for, for the engine to read.
@@ -105,6 +112,8 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
             progress=progress,
             nvtx=nvtx,
         )
+        if self.buffer_registry.has_slot("encoder_lens"):
+            self._why_eager = why_not_uniform
 
     def _make_buckets(self) -> Buckets:
         return _buckets(self.adapter, self.hooks, self.model_runner.limits, self.config, self.num_tokens_per_bs)
@@ -130,6 +139,23 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
 
     def _live_size(self, bs: int, num_tokens: int) -> int | str:
         return bs if num_tokens == bs * self.num_tokens_per_bs else "not-uniform"
+
+
+def why_not_uniform(forward_batch: Any) -> str | None:
+    """The code of the decision for encoded lengths of which some are zero and some are not; None for all others.
+
+    They are read where that waits for nothing: from the batch's `encoder_lens_cpu`, a sequence of numbers or a tensor
+    on the host, or from `encoder_lens` itself if that is there. Padded rows are in neither.
+    """
+    lengths, on_host = read_fields(forward_batch, ("encoder_lens", "encoder_lens_cpu"))
+    known = lengths if on_host is None else on_host
+    if isinstance(known, torch.Tensor):
+        if known.device.type != "cpu":
+            return "encoder-lens-unknown"
+        known = known.tolist()
+    if not known or min(known) > 0 or max(known) <= 0:
+        return None
+    return "encoder-lens-mixed"
 
 
 def _buckets(
