@@ -10,7 +10,7 @@ from typing import Any
 
 from devicegraph.errors import SlotError
 
-__all__ = ["is_mapping", "read_fields", "replaced", "unchanged_on_failure"]
+__all__ = ["is_mapping", "read_fields", "replaced", "showing_proxies", "unchanged_on_failure"]
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +61,15 @@ def replaced(template: Any, fields: Mapping[str, Any], optional: Mapping[str, An
         if not _set(result, name, value):
             raise _not_settable(template, name)
     return result
+
+
+def showing_proxies(batch: Any, views: Mapping[str, Any]) -> Any:
+    """A shallow copy of a batch whose `pp_proxy_tensors`, where it has some, are these, in an object of their class."""
+    (proxies,) = read_fields(batch, ("pp_proxy_tensors",))
+    if proxies is None:
+        return batch
+    shown = dict(views) if is_mapping(proxies) else replaced(proxies, {"tensors": dict(views)}, {})
+    return replaced(batch, {"pp_proxy_tensors": shown}, {})
 
 
 #: The second is for frozen classes, whose own refuses.

@@ -160,25 +160,43 @@ def check_row_axes(axes: Sequence[RowAxis | None], shapes: Sequence[tuple[int, .
 
 
 def infer_row_axes(
-    first: Sequence[tuple[int, ...]], first_size: int, second: Sequence[tuple[int, ...]], second_size: int
+    first: Sequence[tuple[int, ...]],
+    first_size: int,
+    second: Sequence[tuple[int, ...]],
+    second_size: int,
+    *,
+    shares: tuple[int | None, int | None] = (None, None),
 ) -> tuple[RowAxis | None, ...]:
     """The row axis of each tensor, from the shapes at two sizes; None for a tensor whose shape does not follow the
-    size.
+    size, or that has this rank's share of the bucket's tokens: which of its rows are live is another rank's business
+    too, and all of it is what the next one expects.
+
+    Args:
+        first: shapes at the first size.
+        first_size: in units of the bucket.
+        second: shapes at the second size.
+        second_size: in units of the bucket.
+        shares: the rows of a share at either size, where tokens are spread over ranks.
 
     Raises:
         CaptureError: `output-rows`, where the structure differs between the sizes, or a tensor follows the size in more
-            than one axis or by no whole number of rows: then `output_axes` has to tell.
+            than one axis, by no whole number of rows, or as a share and by units alike: then `output_axes` has to tell.
     """
     if len(first) != len(second):
         raise unclear_rows(f"it has {len(first)} tensors at size {first_size} and {len(second)} at size {second_size}")
     return tuple(
-        _infer_row_axis(position, a, first_size, b, second_size)
+        _infer_row_axis(position, a, first_size, b, second_size, shares)
         for position, (a, b) in enumerate(zip(first, second, strict=True))
     )
 
 
 def _infer_row_axis(
-    position: int, first: tuple[int, ...], first_size: int, second: tuple[int, ...], second_size: int
+    position: int,
+    first: tuple[int, ...],
+    first_size: int,
+    second: tuple[int, ...],
+    second_size: int,
+    shares: tuple[int | None, int | None],
 ) -> RowAxis | None:
     shapes = f"tensor {position} is {list(first)} at size {first_size} and {list(second)} at {second_size}"
     if len(first) != len(second):
@@ -189,6 +207,10 @@ def _infer_row_axis(
     axis = differing[0]
     scale, rest = divmod(first[axis] - second[axis], first_size - second_size)
     offset = first[axis] - scale * first_size
+    if len(differing) == 1 and (first[axis], second[axis]) == shares:
+        if rest:
+            return None
+        raise unclear_rows(f"{shapes}, which is {scale} for each unit, or this rank's share of the tokens")
     if len(differing) > 1 or rest or scale < 1 or offset < 0:
         raise unclear_rows(shapes)
     return RowAxis(axis, scale, offset)

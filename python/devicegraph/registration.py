@@ -15,7 +15,7 @@ from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, name_of, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["check_bound", "find_shape", "lay_out", "numbered", "span_bytes"]
+__all__ = ["check_bound", "find_shape", "lay_out", "numbered", "row_unit", "span_bytes"]
 
 #: Torch counts the bytes of a tensor in 64 bits with a sign.
 MOST_BYTES = 2**63 - 1
@@ -138,6 +138,16 @@ def row_dimension(slot: GraphSlot, capacity: int) -> int:
         capacity: the largest size of its axis.
     """
     return _find_rows(slot, buffer_of(slot), capacity).dim
+
+
+def row_unit(slot: GraphSlot, capacity: int) -> int:
+    """What a bucket has to be a multiple of, to have whole rows of a registered slot.
+
+    Args:
+        slot: a slot with rows.
+        capacity: the largest size of its axis.
+    """
+    return _find_rows(slot, buffer_of(slot), capacity).unit
 
 
 def numbered(device: torch.device | str | int) -> torch.device:

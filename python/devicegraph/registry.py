@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
@@ -12,7 +13,7 @@ from devicegraph.errors import BackendError, SlotError
 from devicegraph.fill import ForeachExecutor, HostValues
 from devicegraph.native import NativeExecutor, why_not_native
 from devicegraph.pool import input_buffer_pool
-from devicegraph.registration import check_bound, find_shape, lay_out, numbered
+from devicegraph.registration import check_bound, find_shape, lay_out, numbered, row_unit
 from devicegraph.slots import GraphSlot, PaddingPolicy, buffer_of, context_of, fault, layout_of, shown, unchecked
 from devicegraph.steps import PreparedSteps, Sizes, Step, remember
 
@@ -153,6 +154,8 @@ class CudaGraphBufferRegistry:
         self._fields = [slot.name if slot.is_plain else None for slot in slots]
         self._plain_names = [slot.name for slot in slots if slot.is_plain]
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
+        #: Whether there are slots for what a pipeline stage before sends.
+        self.has_proxies = any(slot.name.startswith("pp_proxy_tensors.") for slot in slots)
         self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
         #: Whether a slot on a CUDA device may have its source on the host.
         self._is_staged = any(slot.source_device is not None and buffer_of(slot).is_cuda for slot in slots)
@@ -214,6 +217,19 @@ class CudaGraphBufferRegistry:
     def slots(self) -> tuple[GraphSlot, ...]:
         """All slots, in order of registration; disabled ones are not among them."""
         return tuple(self._slots.values())
+
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """What the requests and the tokens of every bucket are to be multiples of, so that all slots have whole rows.
+
+        Beside the units of the slots, the ranks that the tokens are spread over (`token_alignment`).
+        """
+        units = {"bs": 1, "tokens": self.token_alignment}
+        for slot in self.slots:
+            if slot.slice_fn is not None:
+                capacity = self.max_bs if slot.axis == "bs" else self.max_num_tokens
+                units[slot.axis] = math.lcm(units[slot.axis], row_unit(slot, capacity))
+        return units["bs"], units["tokens"]
 
     def __repr__(self) -> str:
         sizes = f"max_bs={self.max_bs}, max_num_tokens={self.max_num_tokens}"
@@ -374,6 +390,18 @@ class CudaGraphBufferRegistry:
             views = {slot.name: slot.slice_for(*key) for slot in self.slots if "." not in slot.name}
             remember(self._views, key, views)
         return views.copy()
+
+    def group(
+        self, prefix: str, *, padded_bs: SupportsIndex, padded_num_tokens: SupportsIndex
+    ) -> dict[str, torch.Tensor]:
+        """The rows of a bucket of the slots whose names are dotted and begin so, by the rest of the name.
+
+        Raises:
+            SlotError: as for `views`.
+        """
+        slots = {name.removeprefix(f"{prefix}."): slot for name, slot in self._slots.items() if "." in name}
+        slots = {name: slot for name, slot in slots.items() if slot.name == f"{prefix}.{name}"}
+        return {name: slot.slice_for(padded_bs, padded_num_tokens) for name, slot in slots.items()}
 
     def extract_buffer(
         self, *, padded_bs: SupportsIndex, padded_num_tokens: SupportsIndex, forward_batch_template: Any

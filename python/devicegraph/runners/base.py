@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from devicegraph._core import as_size
 from devicegraph.backends.breaks import batch_in_use
-from devicegraph.batches import read_fields, unchanged_on_failure
+from devicegraph.batches import read_fields, showing_proxies, unchanged_on_failure
 from devicegraph.borrowed import Loan, lent
 from devicegraph.errors import CaptureError, ReplayError
 from devicegraph.metrics import StepMetrics
@@ -281,9 +281,14 @@ class BaseCudaGraphRunner(CapturingRunner):
     def _shown(self, forward_batch: Any, key: ShapeKey, bs: int) -> Any:
         """The static batch, without metadata."""
         padded_bs, padded_tokens = self._padded_sizes(key.size, bs)
-        return self.buffer_registry.extract_buffer(
+        registry = self.buffer_registry
+        shown = registry.extract_buffer(
             padded_bs=padded_bs, padded_num_tokens=padded_tokens, forward_batch_template=forward_batch
         )
+        if not registry.has_proxies:
+            return shown
+        proxies = registry.group("pp_proxy_tensors", padded_bs=padded_bs, padded_num_tokens=padded_tokens)
+        return showing_proxies(shown, proxies)
 
     def _launch(self, graph: CapturedGraph, static_batch: Any) -> None:
         """Replays a graph; where its backend looks at the batch, or runs Python on it in between, by that."""

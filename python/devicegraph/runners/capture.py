@@ -119,7 +119,11 @@ def _infer(
     if not shapes:
         smaller, found = _run_smaller(runner, label, largest)
         shapes[smaller] = found
-    told = {infer_row_axes(first, largest, second, size): size for size, second in shapes.items()}
+    share = runner.share_rows
+    told = {
+        infer_row_axes(first, largest, second, size, shares=(share(largest), share(size))): size
+        for size, second in shapes.items()
+    }
     if len(told) > 1:
         raise unclear_rows(f"sizes {', '.join(map(str, told.values()))} and {largest} have no rule in common")
     return next(iter(told))
@@ -128,7 +132,10 @@ def _infer(
 def _run_smaller(runner: CapturingRunner, label: str | None, size: int) -> tuple[int, list[tuple[int, ...]]]:
     """A size below the only captured one and the shapes there: a run of the forward shows what follows the size."""
     failure: Exception | None = None
-    for smaller in dict.fromkeys((size - 1, size // 2)):
+    unit = runner.bucket_unit
+    if size <= unit:
+        raise unclear_rows(f"only size {size} is captured, and no smaller one is a multiple of {unit}")
+    for smaller in dict.fromkeys((size - unit, max(size // 2 // unit, 1) * unit)):
         try:
             return smaller, shapes_of(runner.run_idle(smaller, label))
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
@@ -35,7 +36,7 @@ MODES: Final = ("decode", "target_verify", "dllm_extend")
 
 
 def get_batch_sizes_to_capture(
-    model_runner: ModelRunner, *, config: CudaGraphConfig, num_tokens_per_bs: int = 1
+    model_runner: ModelRunner, *, config: CudaGraphConfig, num_tokens_per_bs: int = 1, token_alignment: int = 1
 ) -> tuple[list[int], list[int]]:
     """The batch sizes of the decode phase within the engine's limits: those to capture, and those to compile.
 
@@ -43,6 +44,7 @@ def get_batch_sizes_to_capture(
         model_runner: the engine, for its limits.
         config: the configuration.
         num_tokens_per_bs: tokens for each request.
+        token_alignment: what the tokens of every bucket are a multiple of: the ranks that they are spread over.
 
     Returns:
         `(capture_bs, compile_bs)`, both ascending; the second is empty unless the backend compiles.
@@ -52,7 +54,8 @@ def get_batch_sizes_to_capture(
         ConfigError: an engine that lacks something, or more tokens for a request than it can take.
     """
     adapter, hooks = get_device_adapter(model_runner.device), Hooks(model_runner)
-    capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs))
+    alignment = (1, as_count("token_alignment", token_alignment))
+    capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs, alignment))
     return capture_bs, capture_bs.copy() if config.decode.backend == "tc_piecewise" else []
 
 
@@ -116,7 +119,14 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
             self._why_eager = why_not_uniform
 
     def _make_buckets(self) -> Buckets:
-        return _buckets(self.adapter, self.hooks, self.model_runner.limits, self.config, self.num_tokens_per_bs)
+        limits, alignment = self.model_runner.limits, self.alignment
+        return _buckets(self.adapter, self.hooks, limits, self.config, self.num_tokens_per_bs, alignment)
+
+    @property
+    def bucket_unit(self) -> int:
+        """What every bucket is a multiple of."""
+        requests, tokens = self.alignment
+        return math.lcm(requests, tokens // math.gcd(tokens, self.num_tokens_per_bs))
 
     def _make_registry(self) -> CudaGraphBufferRegistry:
         maximum = max(self.buckets.maximum, 1)
@@ -159,7 +169,12 @@ def why_not_uniform(forward_batch: Any) -> str | None:
 
 
 def _buckets(
-    adapter: DeviceAdapter, hooks: Hooks, limits: Limits, config: CudaGraphConfig, num_tokens_per_bs: int
+    adapter: DeviceAdapter,
+    hooks: Hooks,
+    limits: Limits,
+    config: CudaGraphConfig,
+    num_tokens_per_bs: int,
+    alignment: tuple[int, int],
 ) -> Buckets:
     if num_tokens_per_bs > limits.max_num_tokens:
         raise ConfigError(
@@ -172,6 +187,8 @@ def _buckets(
         bs=config.decode.bs,
         padding=config.padding,
         num_tokens_per_bs=num_tokens_per_bs,
+        alignment=alignment[0],
+        token_alignment=alignment[1],
         limit=min(limits.max_bs, limits.max_num_tokens // num_tokens_per_bs),
         max_graphs=_max_graphs(adapter, hooks),
     )

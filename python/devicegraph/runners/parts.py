@@ -83,6 +83,8 @@ class RunnerParts(ABC):
         self.verify_on_capture = verify_on_capture
         self.output_axes = output_axes
         self.progress = show_progress(self.hooks.rank) if progress is None else progress
+        #: What requests and tokens of every bucket are multiples of.
+        self.alignment = (1, 1) if registry is None else registry.alignment
         self.buckets = self._make_buckets()
         self.buffer_registry = self._make_registry() if registry is None else registry
         self._check_registry()
@@ -135,6 +137,11 @@ class RunnerParts(ABC):
     @abstractmethod
     def _padded_sizes(self, size: int, bs: int) -> tuple[int, int]:
         """Requests and tokens of a bucket for a batch of so many requests."""
+
+    @property
+    @abstractmethod
+    def bucket_unit(self) -> int:
+        """What every bucket is a multiple of."""
 
     @abstractmethod
     def _idle_requests(self, size: int) -> int:
@@ -190,6 +197,12 @@ class RunnerParts(ABC):
         self._prepare_metadata(batch, None)
         return self._run_forward(batch, None)
 
+    def share_rows(self, size: int) -> int | None:
+        """The rows of this rank's share of the tokens of a bucket; None where every rank has all of them."""
+        ranks, tokens = self.alignment[1], self._padded_sizes(size, self._idle_requests(size))[1]
+        is_spread = self.buffer_registry.token_alignment > 1 or (tokens // size) % ranks > 0
+        return tokens // ranks if ranks > 1 and is_spread else None
+
     def _find_row_axes(self, smallest: int, largest: int) -> dict[str, int]:
         """Along which axis each slot's view grows with the bucket; slots that do not grow are left out."""
         small, large = (
@@ -215,7 +228,12 @@ class RunnerParts(ABC):
                 self.backend.mark_rows(views[name], axis)
         if self.hooks.make_batch is not None:
             return self.hooks.make_batch(views, key)
-        return StaticBatch(**views, batch_size=requests)
+        batch = StaticBatch(**views, batch_size=requests)
+        if registry.has_proxies:
+            batch.pp_proxy_tensors = registry.group(
+                "pp_proxy_tensors", padded_bs=padded_bs, padded_num_tokens=padded_tokens
+            )
+        return batch
 
     def _check_open(self) -> None:
         if self._state == "closed":

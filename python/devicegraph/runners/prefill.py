@@ -93,7 +93,14 @@ class PrefillCudaGraphRunner(BaseCudaGraphRunner):
     def _make_buckets(self) -> Buckets:
         phase = self.config.prefill
         limit = self.model_runner.limits.max_num_tokens
-        return prefill_buckets(phase.max_bs, bs=phase.bs, padding=self.config.padding, limit=limit)
+        return prefill_buckets(
+            phase.max_bs, bs=phase.bs, padding=self.config.padding, alignment=self.bucket_unit, limit=limit
+        )
+
+    @property
+    def bucket_unit(self) -> int:
+        """What every bucket is a multiple of."""
+        return self.alignment[1]
 
     def _make_registry(self) -> CudaGraphBufferRegistry:
         return build_prefill_registry(
