@@ -138,7 +138,7 @@ def run_guide(page: str, guide: dict[str, Any]) -> None:
         exec(compile(source, page, "exec"), guide)
 
 
-GUIDES = ("audit", "breaks", "embedding", "filling", "memory", "slots", "writing-a-backend")
+GUIDES = ("audit", "breaks", "embedding", "filling", "memory", "slots", "variants", "writing-a-backend")
 
 
 @pytest.mark.parametrize("page", [f"docs/{name}.md" for name in GUIDES])

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from devicegraph.runners.progress import CaptureProgress as CaptureProgress
     from devicegraph.runners.progress import json_progress as json_progress
     from devicegraph.runners.shape_key import ShapeKey as ShapeKey
+    from devicegraph.runners.tbo import TboCudaGraphRunnerPlugin as TboCudaGraphRunnerPlugin
     from devicegraph.slots import FillContext as FillContext
     from devicegraph.slots import GraphSlot as GraphSlot
     from devicegraph.slots import PaddingPolicy as PaddingPolicy
@@ -252,6 +253,7 @@ _MODULES = {
         "json_progress",
     ),
     "runners.shape_key": ("ShapeKey",),
+    "runners.tbo": ("TboCudaGraphRunnerPlugin",),
     "slots": (
         "FillContext",
         "GraphSlot",

@@ -10,7 +10,7 @@ from typing import Any
 
 from devicegraph.errors import SlotError
 
-__all__ = ["is_mapping", "read_fields", "replaced", "showing_proxies", "unchanged_on_failure"]
+__all__ = ["is_mapping", "read_fields", "replaced", "set_field", "showing_proxies", "unchanged_on_failure"]
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +61,18 @@ def replaced(template: Any, fields: Mapping[str, Any], optional: Mapping[str, An
         if not _set(result, name, value):
             raise _not_settable(template, name)
     return result
+
+
+def set_field(batch: Any, name: str, value: Any) -> None:
+    """Sets a field of a batch that is the package's own: one that the engine gave is not changed.
+
+    Raises:
+        SlotError: `field-not-settable`: the batch's type has no place for it.
+    """
+    if isinstance(batch, MutableMapping):
+        batch[name] = value
+    elif not _set(batch, name, value):
+        raise _not_settable(batch, name)
 
 
 def showing_proxies(batch: Any, views: Mapping[str, Any]) -> Any:

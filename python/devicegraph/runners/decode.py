@@ -16,6 +16,7 @@ from devicegraph.errors import ConfigError
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner
 from devicegraph.runners.parts import check_choice
+from devicegraph.runners.tbo import TboCudaGraphRunnerPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         model_runner: the engine; see `ModelRunner`.
         mode: `decode`, `target_verify` or `dllm_extend`: what the graphs are for, for the engine to read.
         num_tokens_per_bs: tokens for each request; more than one in the two other modes.
+        tbo: splits every static batch in two halves; see there.
 
     The other arguments and the errors are those of `BaseCudaGraphRunner`.
     """
@@ -85,6 +87,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         backend: BaseCudaGraphBackend | None = None,
         mode: Literal["decode", "target_verify", "dllm_extend"] = "decode",
         num_tokens_per_bs: int = 1,
+        tbo: TboCudaGraphRunnerPlugin | None = None,
         capture_error_mode: CaptureErrorMode = "thread_local",
         order: Literal["descending", "ascending"] = "descending",
         on_error: Literal["drop", "raise"] = "drop",
@@ -99,6 +102,9 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         check_choice("mode", mode, MODES)
         self.mode = mode
         self.num_tokens_per_bs = as_count("num_tokens_per_bs", num_tokens_per_bs)
+        if not isinstance(tbo, TboCudaGraphRunnerPlugin | None):
+            raise ConfigError(f"tbo: {tbo!r} is no `TboCudaGraphRunnerPlugin`", code="wrong-type")
+        self.tbo = tbo
         super().__init__(
             model_runner,
             config=config,
@@ -117,6 +123,12 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         )
         if self.buffer_registry.has_slot("encoder_lens"):
             self._why_eager = why_not_uniform
+        if tbo is not None:
+            tbo.attach(self)
+
+    def _find_alignment(self, slots: tuple[int, int]) -> tuple[int, int]:
+        # Each half is a batch that the slots have whole rows for.
+        return slots if self.tbo is None else (2 * slots[0], 2 * slots[1])
 
     def _make_buckets(self) -> Buckets:
         limits, alignment = self.model_runner.limits, self.alignment

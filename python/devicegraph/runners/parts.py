@@ -84,7 +84,7 @@ class RunnerParts(ABC):
         self.output_axes = output_axes
         self.progress = show_progress(self.hooks.rank) if progress is None else progress
         #: What requests and tokens of every bucket are multiples of.
-        self.alignment = (1, 1) if registry is None else registry.alignment
+        self.alignment = self._find_alignment((1, 1) if registry is None else registry.alignment)
         self.buckets = self._make_buckets()
         self.buffer_registry = self._make_registry() if registry is None else registry
         self._check_registry()
@@ -137,6 +137,10 @@ class RunnerParts(ABC):
     @abstractmethod
     def _padded_sizes(self, size: int, bs: int) -> tuple[int, int]:
         """Requests and tokens of a bucket for a batch of so many requests."""
+
+    def _find_alignment(self, slots: tuple[int, int]) -> tuple[int, int]:
+        """What requests and tokens of every bucket are multiples of, from what the slots need."""
+        return slots
 
     @property
     @abstractmethod
@@ -199,7 +203,8 @@ class RunnerParts(ABC):
 
     def share_rows(self, size: int) -> int | None:
         """The rows of this rank's share of the tokens of a bucket; None where every rank has all of them."""
-        ranks, tokens = self.alignment[1], self._padded_sizes(size, self._idle_requests(size))[1]
+        ranks = self.buffer_registry.alignment[1]
+        tokens = self._padded_sizes(size, self._idle_requests(size))[1]
         is_spread = self.buffer_registry.token_alignment > 1 or (tokens // size) % ranks > 0
         return tokens // ranks if ranks > 1 and is_spread else None
 

@@ -1,0 +1,313 @@
+"""Two-batch overlap: halves of the padded batch as views, metadata for each, results as of the whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devicegraph as dg
+from engines import LENGTH, ToyEngine, config
+
+
+class Overlapping(ToyEngine):
+    """Runs the halves of a batch interleaved, with the lengths that were prepared for each."""
+
+    def __init__(self, tokens: int = 1, **options: Any) -> None:
+        super().__init__(max_bs=8, tokens_per_request=tokens)
+        self.tables: dict[Any, torch.Tensor] = {}
+        self.prepared: list[Any] = []
+        self.halves_run = 0
+        self.registry = dg.build_decode_registry(
+            device="cpu", max_bs=8, max_num_token=8 * tokens, seq_len_fill_value=1, num_tokens_per_bs=tokens, **options
+        )
+
+    def make_batch(self, views: dict[str, torch.Tensor], key: Any) -> Any:
+        return SimpleNamespace(**views, batch_size=key.size)
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        if key is None:
+            batch.lengths = batch.seq_lens
+            return
+        self.prepared.append(key)
+        table = self.tables.setdefault(key, torch.zeros_like(batch.seq_lens))
+        batch.lengths = table.copy_(batch.seq_lens)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        halves = getattr(batch, "tbo_children", None)
+        if halves is None:
+            return self.attend(batch, self.embed(batch))
+        self.halves_run += 1
+        hidden = [self.embed(half) for half in halves]
+        return torch.cat([self.attend(half, each) for half, each in zip(halves, hidden, strict=True)])
+
+    def embed(self, batch: Any) -> torch.Tensor:
+        hidden = self.embedding[batch.input_ids] + self.position[batch.positions]
+        self.cache.flatten(0, 1).index_copy_(0, batch.out_cache_loc, hidden)
+        return hidden
+
+    def attend(self, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
+        requests, lengths = (
+            each.repeat_interleave(self.tokens_per_request) for each in (batch.req_pool_indices, batch.lengths)
+        )
+        keys = self.cache[requests]
+        visible = (self.steps <= batch.positions[:, None]) & (self.steps < lengths[:, None])
+        scores = (keys @ hidden[:, :, None])[:, :, 0].masked_fill(~visible, 0)
+        return (scores[:, None, :] @ keys)[:, 0] @ self.head
+
+
+class Broken(Overlapping):
+    """Attention runs between segments, on the half of the batch of the step."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if getattr(batch, "tbo_children", None) is None:
+            return super().forward(batch)
+        self.halves_run += 1
+        hidden = [self.embed(half) for half in batch.tbo_children]
+        return torch.cat([self.attend_half(number, each) for number, each in enumerate(hidden)])
+
+    @dg.eager_on_graph
+    def attend_half(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.attend(dg.current_batch().tbo_children[number], hidden)
+
+
+class InGraph(Overlapping):
+    """Prepares its lengths at the head of the graph."""
+
+    prepare_metadata = None  # type: ignore[assignment]
+
+    def prepare_in_graph(self, batch: Any, key: Any) -> None:
+        Overlapping.prepare_metadata(self, batch, key)
+
+
+def runner_for(engine: Any, bs: list[int] | None = None, backend: str = "full", **options: Any) -> Any:
+    options.setdefault("registry", engine.registry)
+    options.setdefault("tbo", dg.TboCudaGraphRunnerPlugin())
+    tokens = engine.tokens_per_request
+    phase = config(backend=backend, **({} if bs is None else {"bs": bs}))
+    return dg.DecodeCudaGraphRunner(engine, config=phase, num_tokens_per_bs=tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "backend", "tokens"),
+    [
+        (Overlapping, "full", 1),
+        (Overlapping, "full", 3),
+        (InGraph, "full", 1),
+        (Broken, "breakable", 1),
+        (Broken, "breakable", 2),
+    ],
+)
+def test_any_sequence_of_batches_gives_what_the_whole_gives_eagerly(
+    engine_class: Any, backend: str, tokens: int
+) -> None:
+    engine = engine_class(tokens)
+    with runner_for(engine, [2, 4, 8], backend) as runner:
+        runner.capture()
+        assert engine.halves_run > 0
+        runs = engine.halves_run
+
+        @settings(max_examples=12)
+        @given(st.lists(st.lists(st.integers(tokens, LENGTH - 1), min_size=1, max_size=8), min_size=1, max_size=4))
+        def check(steps: list[list[int]]) -> None:
+            for seed, lengths in enumerate(steps):
+                batch = engine.batch(lengths, seed)
+                assert runner.can_run(batch)
+                batch.lengths = batch.seq_lens
+                want = eager(engine, batch)
+                del batch.lengths
+                assert torch.equal(runner.run(batch), want)
+
+        check()
+        assert engine.halves_run == runs  # replays run no Python of the forward
+        assert not hasattr(engine.batch([3]), "tbo_children")
+
+
+def eager(engine: Any, batch: Any) -> torch.Tensor:
+    kept = engine.cache.clone()
+    output: torch.Tensor = Overlapping.forward(engine, batch)
+    engine.cache.copy_(kept)
+    return output
+
+
+def test_halves_are_the_same_views_of_the_padded_batch_in_capture_and_on_every_replay() -> None:
+    engine = Overlapping(2, pp_proxy={"hidden": (3,)})
+    plugin = dg.TboCudaGraphRunnerPlugin()
+    seen: dict[int, list[Any]] = {}
+    make_batch = engine.make_batch
+
+    def remembered(views: dict[str, torch.Tensor], key: Any) -> Any:
+        batch = make_batch(views, key)
+        seen.setdefault(key.size, []).append(batch)
+        return batch
+
+    engine.make_batch = remembered  # type: ignore[method-assign]
+    with runner_for(engine, [4, 8], tbo=plugin) as runner:
+        runner.capture()
+        for lengths in ([3, 4, 5], [2], [5] * 8, [4] * 4):
+            batch: Any = engine.batch(lengths)
+            batch.extras = {"kept": 1}
+            static = runner.replay_prepare(batch)
+            captured = seen[static.batch_size][-1]
+            half, rows = static.batch_size // 2, 0
+            assert static.tbo_split_seq_index == half
+            for number, (now, then) in enumerate(zip(static.tbo_children, captured.tbo_children, strict=True)):
+                assert type(now) is type(batch)
+                assert (now.batch_size, now.tbo_parent_token_range) == (
+                    half,
+                    (number * 2 * half, (number + 1) * 2 * half),
+                )
+                assert now.extras is batch.extras
+                for name in ("input_ids", "positions", "out_cache_loc", "seq_lens", "req_pool_indices"):
+                    part, whole = getattr(now, name), getattr(static, name)
+                    assert part.data_ptr() == getattr(then, name).data_ptr()
+                    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+                    assert torch.equal(part, whole.chunk(2)[number])
+                rows += len(now.seq_lens)
+            assert rows == static.batch_size
+            planes = captured.tbo_children[1].mrope_positions
+            assert torch.equal(planes, captured.mrope_positions[:, static.batch_size :])
+            assert not hasattr(batch, "tbo_children")
+
+
+def test_metadata_is_prepared_for_the_whole_and_each_half_in_capture_and_on_every_replay() -> None:
+    engine = Overlapping()
+    with runner_for(engine, [4]) as runner:
+        runner.capture()
+        key = dg.ShapeKey(4)
+        three = [key, key._replace(stream_idx=0), key._replace(stream_idx=1)]
+        assert engine.prepared == three
+        tables = [table.data_ptr() for table in engine.tables.values()]
+        assert len(set(tables)) == 3
+        for lengths in ([3, 5, 7], [2], [9, 8, 7, 6]):
+            engine.prepared.clear()
+            runner.run(engine.batch(lengths))
+            assert engine.prepared == three
+            padded = [*lengths, *[1] * (4 - len(lengths))]
+            assert [engine.tables[each].tolist() for each in three] == [padded, padded[:2], padded[2:]]
+        assert [table.data_ptr() for table in engine.tables.values()] == tables
+        engine.prepared.clear()
+        runner.run(engine.batch([3] * 5))  # above the largest: eager, and whole
+        assert engine.prepared == []
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_counts_of_a_half_are_its_own(rank: int | None, on_device: bool) -> None:
+    options: dict[str, Any] = {"enable_num_token_non_padded": True}
+    if rank is not None:
+        options |= {"require_gathered_buffer": True, "attn_tp_size": 2, "attn_tp_rank": rank}
+        options |= {"register_global_num_tokens": True, "require_mlp_tp_gather": True, "num_dp_ranks": 3}
+    engine = Overlapping(**options)
+    with runner_for(engine, [4, 8]) as runner:
+        runner.capture()
+        for live in range(1, 9):
+            batch: Any = engine.batch([3] * live)
+            if on_device:
+                batch.num_token_non_padded = torch.tensor(live)
+            else:
+                batch.num_token_non_padded_cpu = live
+            static = runner.replay_prepare(batch)
+            half = static.batch_size // 2
+            for number, child in enumerate(static.tbo_children):
+                tokens = range(number * half, (number + 1) * half)
+                if rank is not None:
+                    tokens = tokens[rank * half // 2 : (rank + 1) * half // 2]
+                    assert child.global_num_tokens_gpu.tolist() == [half] * 3
+                    assert child.global_num_tokens_for_logprob_gpu.tolist() == [half] * 3
+                assert child.num_token_non_padded.tolist() == [sum(token < live for token in tokens)]
+
+
+def test_buckets_are_those_that_halve_evenly() -> None:
+    with runner_for(Overlapping()) as runner:
+        assert list(runner.buckets) == [2, 4, 8]
+    with runner_for(Overlapping(), [1, 2, 3, 6, 8]) as runner:
+        assert list(runner.buckets) == [2, 6, 8]
+    spread = Overlapping(require_gathered_buffer=True, enable_num_token_non_padded=True, attn_tp_size=2)
+    with runner_for(spread, [2, 4, 6, 8]) as runner:
+        assert list(runner.buckets) == [4, 8]
+
+
+def test_batches_may_be_mappings_and_one_without_a_place_for_halves_is_refused() -> None:
+    class Mapping(Overlapping):
+        def make_batch(self, views: dict[str, torch.Tensor], key: Any) -> Any:
+            return {**views, "batch_size": key.size}
+
+        def prepare_metadata(self, batch: Any, key: Any) -> None: ...
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            halves = batch.get("tbo_children")
+            if halves is None:
+                return self.embedding[batch["input_ids"]]
+            return torch.cat([self.embedding[half["input_ids"]] for half in halves])
+
+    engine = Mapping()
+    with runner_for(engine, [4]) as runner:
+        runner.capture()
+        ids = torch.tensor([3, 1, 2])
+        assert torch.equal(runner.run({"input_ids": ids, "batch_size": 3}), engine.embedding[ids])
+
+    class Closed:
+        __slots__ = ("batch_size", "input_ids")
+
+        def __init__(self, input_ids: torch.Tensor, batch_size: int) -> None:
+            self.input_ids, self.batch_size = input_ids, batch_size
+
+    engine.make_batch = lambda views, key: Closed(views["input_ids"], key.size)  # type: ignore[method-assign]
+    with runner_for(engine, [4]) as runner, pytest.raises(dg.CaptureError, match="no field to show it in"):
+        runner.capture()
+
+
+def slot(name: str, **options: Any) -> dg.GraphSlot:
+    return dg.GraphSlot(name, lambda bs, tokens: (bs + 1,), torch.int32, axis="bs", **options)
+
+
+def test_a_slot_whose_halves_would_say_something_wrong_is_refused_and_nothing_changed() -> None:
+    cumulative = Overlapping()
+    cumulative.registry.register_slot(slot("cu_seqlens", slice_fn=lambda buffer, size: buffer[: size + 1]))
+    counted = Overlapping(register_global_num_tokens=True, enable_num_token_non_padded=True)
+    shared = Overlapping(attn_tp_size=2, pp_proxy={"hidden": (3,)})
+    for engine, said in (
+        (cumulative, "`cu_seqlens` has other rows for both halves together than for each"),
+        (counted, "`global_num_tokens_gpu` counts tokens of the whole batch"),
+        (shared, "`pp_proxy_tensors.hidden` has a rank's share of the whole batch"),
+    ):
+        names = engine.registry.slot_names
+        with pytest.raises(dg.ConfigError, match=said) as caught:
+            runner_for(engine)
+        assert caught.value.code == "slot-not-splittable"
+        assert engine.registry.slot_names == names
+
+
+def test_a_plugin_is_for_one_runner_and_two_of_them_may_share_a_registry() -> None:
+    engine, plugin = Overlapping(enable_num_token_non_padded=True), dg.TboCudaGraphRunnerPlugin()
+    runner_for(engine, [2], tbo=plugin)
+    with pytest.raises(dg.ConfigError, match="belongs to another runner") as caught:
+        runner_for(engine, [2], tbo=plugin)
+    assert caught.value.code == "plugin-in-use"
+    runner_for(engine, [2])
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(engine, [2], tbo=True)
+    assert caught.value.code == "wrong-type"
+
+
+def test_a_disabled_phase_and_a_recapture_work_with_it() -> None:
+    engine = Overlapping()
+    with runner_for(engine, [4], "disabled") as runner:
+        runner.capture()
+        batch: Any = engine.batch([3, 4])
+        assert runner.run(batch).shape == (2, 32)
+    with runner_for(engine, [4]) as runner:
+        runner.capture()
+        engine.registry.register_slot(
+            dg.GraphSlot(
+                "bias", lambda bs, tokens: (bs,), torch.float32, axis="bs", padding_policy=dg.PaddingPolicy.ZERO
+            )
+        )
+        runner.capture()
+        batch.bias = torch.tensor([1.0, 2.0])
+        assert [half.bias.tolist() for half in runner.replay_prepare(batch).tbo_children] == [[1, 2], [0, 0]]
