@@ -56,6 +56,10 @@ class BaseCudaGraphRunner(CapturingRunner):
             records elsewhere. `json_progress()` writes lines for programs.
         nvtx: mark the fill, the preparation and the replay of each step as NVTX ranges, named by phase and graph, for a
             profiler. Costs nothing where it is off.
+        profile: a folder: each `capture()` runs under torch's profiler and leaves there what it did, as a trace and as
+            a table of operators, named by mode (or phase) and rank, `decode-rank0.json` and `.txt`, and numbered from
+            the second on. Graphs of a capture, and parts of steps, are ranges of that profiler, named as for `nvtx`.
+            Not for serving: a profiled capture is slow and takes memory.
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be

@@ -20,6 +20,7 @@ from devicegraph.runners.tbo import TboCudaGraphRunnerPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.buckets import Buckets
@@ -98,6 +99,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
         nvtx: bool = False,
+        profile: str | PathLike[str] | None = None,
     ) -> None:
         check_choice("mode", mode, MODES)
         self.mode = mode
@@ -120,6 +122,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
             graph_pool=graph_pool,
             progress=progress,
             nvtx=nvtx,
+            profile=profile,
         )
         if self.buffer_registry.has_slot("encoder_lens"):
             self._why_eager = why_not_uniform

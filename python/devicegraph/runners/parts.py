@@ -17,12 +17,14 @@ from devicegraph.errors import ConfigError, ReplayError
 from devicegraph.metrics import EagerSteps
 from devicegraph.outputs import RowAxis
 from devicegraph.registry import CudaGraphBufferRegistry
+from devicegraph.runners.profiling import profile_captures
 from devicegraph.runners.progress import show_progress
-from devicegraph.runners.ranges import mark_steps
+from devicegraph.runners.ranges import mark_steps, nvtx_ranges
 from devicegraph.runners.shape_key import ShapeKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from devicegraph.buckets import Buckets
     from devicegraph.devices import CaptureErrorMode
@@ -58,6 +60,7 @@ class RunnerParts(ABC):
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
         nvtx: bool = False,
+        profile: str | PathLike[str] | None = None,
     ) -> None:
         check_choice("order", order, _ORDERS)
         check_choice("on_error", on_error, _ON_ERROR)
@@ -118,7 +121,9 @@ class RunnerParts(ABC):
         self._has_captured = False
         self._state: Literal["open", "paused", "closed"] = "open"
         if nvtx:
-            mark_steps(self)
+            mark_steps(self, nvtx_ranges(self))
+        if profile is not None:
+            profile_captures(self, profile)  # type: ignore[arg-type]  # it is one, by now
 
     # What a phase says of itself.
 

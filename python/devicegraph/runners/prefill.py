@@ -14,6 +14,7 @@ from devicegraph.runners.base import BaseCudaGraphRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from devicegraph.backends import BaseCudaGraphBackend
     from devicegraph.buckets import Buckets
@@ -66,6 +67,7 @@ class PrefillCudaGraphRunner(BaseCudaGraphRunner):
         graph_pool: GraphMemoryPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
         nvtx: bool = False,
+        profile: str | PathLike[str] | None = None,
     ) -> None:
         given: object = max_padding_factor
         if not isinstance(given, (int, float)) or isinstance(given, bool) or not given >= 1:
@@ -88,6 +90,7 @@ class PrefillCudaGraphRunner(BaseCudaGraphRunner):
             graph_pool=graph_pool,
             progress=progress,
             nvtx=nvtx,
+            profile=profile,
         )
 
     def _make_buckets(self) -> Buckets:

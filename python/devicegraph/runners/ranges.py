@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from devicegraph.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from devicegraph.runners.captured import CapturedGraph
     from devicegraph.runners.shape_key import ShapeKey
 
 
-def mark_steps(runner: Any) -> None:
-    """Wraps what a step of a `BaseCudaGraphRunner` consists of.
+def nvtx_ranges(runner: Any) -> Callable[[str], AbstractContextManager[Any]]:
+    """What opens an NVTX range.
 
     Raises:
         BackendError: `nvtx-not-available`: the device has no such ranges.
@@ -34,28 +35,37 @@ def mark_steps(runner: Any) -> None:
     push, pop = ranges
 
     @contextmanager
-    def open_range(what: str, key: ShapeKey | None) -> Iterator[None]:
-        push(f"devicegraph {runner.phase}, {'eager' if key is None else key}: {what}")
+    def open_range(name: str) -> Iterator[None]:
+        push(name)
         try:
             yield
         finally:
             pop()
 
+    return open_range
+
+
+def mark_steps(runner: Any, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
+    """Wraps what a step of a `BaseCudaGraphRunner` consists of, each part in a range of its own."""
+
+    def range_of(what: str, key: ShapeKey | None) -> AbstractContextManager[Any]:
+        return open_range(f"devicegraph {runner.phase}, {'eager' if key is None else key}: {what}")
+
     fill, prepare, launch = runner._fill, runner._prepare_metadata, runner._launch
 
     @functools.wraps(fill)
     def marked_fill(forward_batch: Any, key: ShapeKey, *sizes: Any) -> None:
-        with open_range("fill", key):
+        with range_of("fill", key):
             fill(forward_batch, key, *sizes)
 
     @functools.wraps(prepare)
     def marked_prepare(batch: Any, key: ShapeKey | None) -> None:
-        with open_range("prepare", key):
+        with range_of("prepare", key):
             prepare(batch, key)
 
     @functools.wraps(launch)
     def marked_launch(graph: CapturedGraph, static_batch: Any) -> None:
-        with open_range("replay", graph.key):
+        with range_of("replay", graph.key):
             launch(graph, static_batch)
 
     runner._fill, runner._prepare_metadata, runner._launch = marked_fill, marked_prepare, marked_launch
