@@ -54,10 +54,10 @@ class CudaGraphBufferRegistry:
             max_bs: the most requests of any bucket.
             max_num_tokens: the most tokens of any bucket.
             share_pool: take buffers from the input-buffer pool, so that other registries use the same memory.
-            executor: how fills are carried out. `auto` takes `native` where that can be had, else `foreach`; `foreach`
-                is grouped copies, on any device; `native` is one launch of a kernel of our own on CUDA, a loop of our
-                own in host memory; `node`, which is never taken unasked, is that kernel as the first node of a graph,
-                where a runner can have it. What is named and cannot be had is an error.
+            executor: how fills are carried out. `auto` takes the fastest that fits; `foreach` is grouped copies, on any
+                device; `native` is one launch of a kernel of our own on CUDA, a loop of our own in host memory; `node`
+                is that kernel as the first node of a graph, where a runner can have it: see the report of a capture.
+                What is named and cannot be had is an error.
 
         Raises:
             SlotError: `bad-device`, `bad-capacity` or `bad-option`.
@@ -157,7 +157,7 @@ class CudaGraphBufferRegistry:
 
     @property
     def executor(self) -> str:
-        """What carries fills out: `foreach` or `native`. Where `node` was asked for, a runner's steps do without."""
+        """What carries fills out: `foreach` or `native`. Steps of a runner whose graphs fill themselves do without."""
         return "foreach" if self._prepared.native is None else "native"
 
     @property
