@@ -17,7 +17,7 @@ from devicegraph.slots import FillContext, GraphSlot, PaddingPolicy, buffer_of, 
 from devicegraph.steps import PreparedSteps, Sizes, Step, remember
 
 if TYPE_CHECKING:
-    from devicegraph._core import FillNode, FillTable
+    from devicegraph._core import FillNode
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
 
@@ -256,11 +256,17 @@ class CudaGraphBufferRegistry:
             raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
             padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table, fields = self._whole_table(forward_batch, sizes), None
-        if table is not None:
-            fields = table.attempt_batch(forward_batch)
-            if fields is None:
-                return
+        step, fields = self._latest.get(sizes), None
+        if step is not None and type(forward_batch) in self._direct_kinds:
+            if step.check is not None:
+                fields, is_alike = step.check.read_batch(forward_batch)
+                if is_alike and not torch.is_grad_enabled():
+                    step.program(fields)
+                    return
+            elif step.native is not None and step.native.whole is not None and not self._is_watched():
+                fields = step.native.whole.attempt_batch(forward_batch)
+                if fields is None:
+                    return
         self._fill(forward_batch, sizes, pp_proxy_tensors, None, fields)
 
     def fill_in(
@@ -283,21 +289,14 @@ class CudaGraphBufferRegistry:
             SlotError: as `fill_from` does; nothing was written.
         """
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table, fields = self._whole_table(forward_batch, sizes), None
-        if table is not None and table.launches <= 1:
-            fields = table.attempt_batch_in(forward_batch, node)
-            if fields is None:
-                return
+        step, fields = self._latest.get(sizes), None
+        if step is not None and step.native is not None and type(forward_batch) in self._direct_kinds:
+            table = step.native.whole
+            if table is not None and table.launches <= 1 and not self._is_watched():
+                fields = table.attempt_batch_in(forward_batch, node)
+                if fields is None:
+                    return
         self._fill(forward_batch, sizes, pp_proxy_tensors, node, fields)
-
-    def _whole_table(self, batch: Any, sizes: Sizes) -> FillTable | None:
-        """The table of the last step of these sizes, where the batch's fields are all that it reads."""
-        step = self._latest.get(sizes)
-        if step is None or step.native is None or type(batch) not in self._direct_kinds:
-            return None
-        if self._is_watched():
-            return None
-        return step.native.whole
 
     def _fill(
         self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None, fields: list[Any] | None

@@ -194,6 +194,14 @@ impl FillTable {
         Ok(self.read(sources)?.is_some())
     }
 
+    /// The fields of a batch, and whether they are sources that the table was made for.
+    #[pyo3(signature = (batch, /))]
+    fn read_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<(Fields<'py>, bool)> {
+        let fields = self.fields(batch)?;
+        let is_alike = self.read_fields(&fields)?.is_some();
+        Ok((fields, is_alike))
+    }
+
     /// How many launches it takes.
     #[getter]
     fn launches(&self) -> usize {
