@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import torch
 
 import devicegraph as dg
 import stand_in
-from devicegraph.devices import accelerator, device_availability
+from devicegraph.devices import accelerator, cuda_streams, device_availability
 from devicegraph.devices.accelerator import (
     END_BINDINGS,
     MODULE_CALLS,
@@ -197,6 +199,22 @@ def _capture(adapter: Any, pool: dg.GraphMemoryPool, forward: Callable[[], Any])
     with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
         output = forward()
     return graph, output
+
+
+def test_asking_torch_what_a_pool_holds_takes_no_references_away() -> None:
+    # The numbers of a pool are objects of their own in a process that has made many.
+    pool = (int("1000000000"), int("1000000007"))
+    before = [sys.getrefcount(value) for value in (*pool, False)]
+    for _ in range(100):
+        assert accelerator._spans(torch.cuda.memory_snapshot, pool) == []
+    assert all(sys.getrefcount(value) >= count for value, count in zip((*pool, False), before, strict=True))
+
+
+def test_events_of_a_capture_in_segments_are_not_referred_to_weakly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_streams, "_record", lambda event, stream: None)
+    event: Any = torch.cuda.Event()
+    cuda_streams.SideStreams(torch.empty(0)).record(event, None)  # type: ignore[arg-type]
+    assert weakref.getweakrefcount(event) == 0
 
 
 def test_outputs_are_held_weakly(xpu: Callable[..., None]) -> None:

@@ -927,6 +927,12 @@ class FillTable:
         Args:
             sources: one for each slot; None, a tensor, or a number.
         """
+    def read_batch(self, batch: object, /) -> tuple[list[Any], bool]:
+        """A batch's fields (attributes, or items of a dictionary), and whether they are such as the table was made for.
+
+        Returns:
+            One for each slot, None where the batch has none; and what `matches` says of them.
+        """
     @property
     def launches(self) -> int:
         """How many kernel launches it takes."""

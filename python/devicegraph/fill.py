@@ -7,6 +7,7 @@ checked everything by then, so that a program only reads tensors and calls copie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -93,9 +94,15 @@ class _Group(NamedTuple):
     dsts: list[torch.Tensor]
     #: The sources of the first destinations, which are padding.
     constants: list[torch.Tensor]
-    #: The slots whose sources come next, as they are.
-    plain: tuple[int, ...]
+    #: Picks the sources that come next, as they are.
+    plain: Callable[[list[Any]], Sequence[Any]]
     heads: tuple[_Head, ...]
+
+
+def _picker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return lambda sources: [sources[slot] for slot in slots]
 
 
 class ForeachExecutor:
@@ -122,13 +129,14 @@ class ForeachExecutor:
             for (slot, offset, shape, strides), is_zero in plan.fills
         ]
         groups = [self._group(group, buffers, pads) for group in plan.groups]
+        copy_group = _foreach_copy or _copy_group
         copies = [(slot, _block(buffers[slot], offset, shape, strides)) for slot, offset, shape, strides in plan.copies]
 
         def run(sources: list[Any]) -> None:
             for target, value in fills:
                 target.fill_(value)
             for dsts, constants, plain, heads in groups:
-                srcs = [*constants, *[sources[slot] for slot in plain]]
+                srcs = [*constants, *plain(sources)]
                 for slot, shape, carrier, is_split in heads:
                     source = sources[slot]
                     if shape is not None:
@@ -139,9 +147,11 @@ class ForeachExecutor:
                         srcs += source.unbind(0)
                     else:
                         srcs.append(source)
-                _copy_group(dsts, srcs)
+                copy_group(dsts, srcs)
             for slot, target in copies:
-                target.copy_(sources[slot])
+                # What a capture records reads the source when it is replayed: nothing to wait for.
+                is_recorded = target.is_cuda and torch.cuda.is_current_stream_capturing()
+                target.copy_(sources[slot], non_blocking=is_recorded)
 
         return run
 
@@ -170,7 +180,7 @@ class ForeachExecutor:
                     _Head(slot, tuple(view) if view != shape else None, reads if is_carried else None, len(offsets) > 1)
                 )
                 others += targets
-        return _Group([*dsts, *others], constants, tuple(plain), tuple(heads))
+        return _Group([*dsts, *others], constants, _picker(plain), tuple(heads))
 
     def _constant(self, buffer: torch.Tensor, value: HostValue) -> torch.Tensor:
         """As many bytes of one value as the longest tail of a group has, in the buffer's dtype and on its device."""

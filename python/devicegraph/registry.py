@@ -18,7 +18,7 @@ from devicegraph.slots import GraphSlot, PaddingPolicy, buffer_of, context_of, f
 from devicegraph.steps import PreparedSteps, Sizes, Step, remember
 
 if TYPE_CHECKING:
-    from devicegraph._core import FillNode, FillTable
+    from devicegraph._core import FillNode
     from devicegraph.slots import FillContext
 
 __all__ = ["CudaGraphBufferRegistry", "reset_index_buffers"]
@@ -56,10 +56,10 @@ class CudaGraphBufferRegistry:
             max_bs: the most requests of any bucket.
             max_num_tokens: the most tokens of any bucket.
             share_pool: take buffers from the input-buffer pool, so that other registries use the same memory.
-            executor: how fills are carried out. `auto` takes `native` where that can be had, else `foreach`; `foreach`
-                is grouped copies, on any device; `native` is one launch of a kernel of our own on CUDA, a loop of our
-                own in host memory; `node`, which is never taken unasked, is that kernel as the first node of a graph,
-                where a runner can have it. What is named and cannot be had is an error.
+            executor: how fills are carried out. `auto` takes the fastest that fits; `foreach` is grouped copies, on any
+                device; `native` is one launch of a kernel of our own on CUDA, a loop of our own in host memory; `node`
+                is that kernel as the first node of a graph, where a runner can have it: see the report of a capture.
+                What is named and cannot be had is an error.
 
         Raises:
             SlotError: `bad-device`, `bad-capacity` or `bad-option`.
@@ -163,7 +163,7 @@ class CudaGraphBufferRegistry:
 
     @property
     def executor(self) -> str:
-        """What carries fills out: `foreach` or `native`. Where `node` was asked for, a runner's steps do without."""
+        """What carries fills out: `foreach` or `native`. Steps of a runner whose graphs fill themselves do without."""
         return "foreach" if self._prepared.native is None else "native"
 
     @property
@@ -275,11 +275,17 @@ class CudaGraphBufferRegistry:
             raw_num_tokens = as_size("raw_num_tokens", raw_num_tokens)
             padded_num_tokens = as_size("padded_num_tokens", padded_num_tokens)
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table, fields = self._whole_table(forward_batch, sizes), None
-        if table is not None:
-            fields = table.attempt_batch(forward_batch)
-            if fields is None:
-                return
+        step, fields = self._latest.get(sizes), None
+        if step is not None and type(forward_batch) in self._direct_kinds:
+            if step.check is not None:
+                fields, is_alike = step.check.read_batch(forward_batch)
+                if is_alike and not torch.is_grad_enabled():
+                    step.program(fields)
+                    return
+            elif step.native is not None and step.native.whole is not None and not self._is_watched():
+                fields = step.native.whole.attempt_batch(forward_batch)
+                if fields is None:
+                    return
         self._fill(forward_batch, sizes, pp_proxy_tensors, None, fields)
 
     def fill_in(
@@ -302,21 +308,14 @@ class CudaGraphBufferRegistry:
             SlotError: as `fill_from` does; nothing was written.
         """
         sizes = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, False)
-        table, fields = self._whole_table(forward_batch, sizes), None
-        if table is not None and table.launches <= 1:
-            fields = table.attempt_batch_in(forward_batch, node)
-            if fields is None:
-                return
+        step, fields = self._latest.get(sizes), None
+        if step is not None and step.native is not None and type(forward_batch) in self._direct_kinds:
+            table = step.native.whole
+            if table is not None and table.launches <= 1 and not self._is_watched():
+                fields = table.attempt_batch_in(forward_batch, node)
+                if fields is None:
+                    return
         self._fill(forward_batch, sizes, pp_proxy_tensors, node, fields)
-
-    def _whole_table(self, batch: Any, sizes: Sizes) -> FillTable | None:
-        """The table of the last step of these sizes, where the batch's fields are all that it reads."""
-        step = self._latest.get(sizes)
-        if step is None or step.native is None or type(batch) not in self._direct_kinds:
-            return None
-        if self._is_watched():
-            return None
-        return step.native.whole
 
     def _fill(
         self, batch: Any, sizes: Sizes, pp_proxy_tensors: Any, node: FillNode | None, fields: list[Any] | None

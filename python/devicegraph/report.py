@@ -149,7 +149,7 @@ class CaptureReport:
             nothing to split at, or `torch-too-old`.
         traces: how often torch.compile traced the forward for these graphs; 0 where nothing is compiled.
         executor: how a step fills the buffers: `node`, `native` or `foreach`; None where there is no graph.
-        executor_reason: why it is not `native`, where nothing was asked for.
+        executor_reason: why it is no faster one, where nothing was asked for.
         estimate: what `estimate_capture()` had said, where it was asked.
         inputs: the static input buffers, and who shares each.
     """

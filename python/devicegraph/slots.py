@@ -130,7 +130,7 @@ class GraphSlot:
         value_fn: `context` to a small host value that the fill writes itself: a number for all live rows, or a sequence
             of numbers, at least one for each live row and at most one for each row of the bucket. The slot has at most
             one dimension. No launch of its own once a value was seen. Called in an idle step too. What is known on the
-            device only may be given as a tensor, as `source_fn` gives it.
+            device only may be given as a tensor of the slot's dtype, which is copied as what `source_fn` gives is.
     """
 
     name: str

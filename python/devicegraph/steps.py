@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from devicegraph.registration import span_bytes
 from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
 if TYPE_CHECKING:
-    from devicegraph._core import FillNode, FillPlanner
+    from devicegraph._core import FillNode, FillPlanner, FillTable
     from devicegraph.fill import FillProgram, ForeachExecutor, HostValues
     from devicegraph.native import NativeExecutor, NativeProgram
 
@@ -51,8 +51,9 @@ class Step(NamedTuple):
     program: FillProgram
     #: The core's program, where it carries the step out.
     native: NativeProgram | None
-    #: Whether sources are those that it was made for, as the core sees it; None where Python has to look.
-    matches: Callable[[list[Any]], bool] | None
+    #: Where calls carry it out: by which the core tells whether sources are those that it was made for; None where
+    #: Python has to look.
+    check: FillTable | None
 
 
 class PreparedSteps:
@@ -127,14 +128,14 @@ class PreparedSteps:
     def _step(self, sizes: Sizes, sources: list[Any]) -> Step:
         for index, slot in self._numbers:
             value = sources[index]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.dtype == slot.dtype:
                 continue
             if self.native is None or not self.native.takes(slot, value):
                 sources[index] = self._values.tensor(slot, value, _live_rows(slot, sizes))
         try:
             step = self.latest.get(sizes)
             if step is not None and (
-                (step.matches is not None and step.matches(sources)) or self._is_for(step, sources)
+                (step.check is not None and step.check.matches(sources)) or self._is_for(step, sources)
             ):
                 return step
         except (AttributeError, RuntimeError, TypeError, Warning):
@@ -188,11 +189,9 @@ class PreparedSteps:
                 padded_num_tokens=padded_num_tokens,
                 unread=is_unread,
             )
-            matches = None
-            if self._checks is not None:
-                table, _ = compiled(self._checks, sizes, described)
-                matches = table.matches if table.checks else None
-            return Step(known, self._calls.compile(plan, self._slots), None, matches)
+            check = None if self._checks is None else compiled(self._checks, sizes, described)[0]
+            program = self._calls.compile(plan, self._slots)
+            return Step(known, program, None, check if check is not None and check.checks else None)
 
     def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Refuses sources without memory, and those in memory that the fill writes, but for a slot's own rows.

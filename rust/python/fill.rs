@@ -15,6 +15,7 @@ pub(super) use self::kernel::{FillKernel, FillNode, update_executable};
 pub(super) use self::ring::HostRing;
 use self::sources::{Fields, Wanted};
 use super::plan::{FillPlan, FillPlanner, sizes};
+use super::value::Dims;
 use crate::driver::cuda;
 use crate::driver::dlpack::{Exchange, Form};
 use crate::driver::host;
@@ -77,7 +78,7 @@ pub(super) struct FillTables {
 }
 
 /// (dtype, shape, device, strides, whether it is a number).
-type Described = (String, Vec<usize>, String, Vec<usize>, bool);
+type Described = (String, Dims, String, Dims, bool);
 
 #[pymethods]
 impl FillTables {
@@ -121,7 +122,7 @@ impl FillTables {
         let given: Vec<_> = sources
             .into_iter()
             .map(|source| {
-                let (dtype, shape, device, strides, is_number) = source?;
+                let (dtype, Dims(shape), device, Dims(strides), is_number) = source?;
                 let source = Source { dtype, shape, device, strides };
                 Some(if is_number { Given::Number(source) } else { Given::Tensor(source) })
             })
@@ -192,6 +193,14 @@ impl FillTable {
     #[pyo3(signature = (sources, /))]
     fn matches(&self, sources: &Bound<'_, PyList>) -> PyResult<bool> {
         Ok(self.read(sources)?.is_some())
+    }
+
+    /// The fields of a batch, and whether they are sources that the table was made for.
+    #[pyo3(signature = (batch, /))]
+    fn read_batch<'py>(&self, batch: &Bound<'py, PyAny>) -> PyResult<(Fields<'py>, bool)> {
+        let fields = self.fields(batch)?;
+        let is_alike = self.read_fields(&fields)?.is_some();
+        Ok((fields, is_alike))
     }
 
     /// How many launches it takes.

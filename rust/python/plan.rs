@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::value::integer;
+use super::value::{Dims, integer};
 use crate::dtype::DType;
 use crate::error::SlotFault;
 use crate::plan;
@@ -135,7 +135,7 @@ pub(super) fn sizes(
 }
 
 /// (dtype, shape, device, strides).
-type Source = (String, Vec<usize>, String, Vec<usize>);
+type Source = (String, Dims, String, Dims);
 
 /// The slots of a registry, ready to be planned for.
 #[pyclass(frozen, module = "devicegraph._core")]
@@ -165,7 +165,9 @@ impl FillPlanner {
         let sizes = sizes(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)?;
         let sources: Vec<_> = sources
             .into_iter()
-            .map(|source| source.map(|(dtype, shape, device, strides)| step::Source { dtype, shape, device, strides }))
+            .map(|source| {
+                source.map(|(dtype, Dims(shape), device, Dims(strides))| step::Source { dtype, shape, device, strides })
+            })
             .collect();
         let work = self.0.work(&sizes, &sources, unread)?;
         Ok(FillPlan(plan::FillPlan::new(self.0.slots(), &work, &sources)))

@@ -1,10 +1,35 @@
 //! Python objects as documents, and back.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString};
+use pyo3::types::{
+    PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString, PyTuple,
+};
 
 use super::phase::PyPhaseConfig;
 use crate::document::Value;
+
+/// Sizes or strides. Those of a tuple, as `torch.Size` is, or of a list are taken without asking for an iterator.
+pub(super) struct Dims(pub(super) Vec<usize>);
+
+impl<'py> FromPyObject<'_, 'py> for Dims {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let mut sizes = Vec::with_capacity(4);
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            for size in tuple.iter_borrowed() {
+                sizes.push(size.extract()?);
+            }
+        } else if let Ok(list) = object.cast::<PyList>() {
+            for size in list.iter() {
+                sizes.push(size.extract()?);
+            }
+        } else {
+            sizes = object.extract()?;
+        }
+        Ok(Self(sizes))
+    }
+}
 
 /// No configuration nests this deep; an object that contains itself does.
 const DEEPEST: usize = 8;

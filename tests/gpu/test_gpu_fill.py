@@ -56,7 +56,7 @@ def runner_of(engine: Any, *, executor: Any = "auto", registry: Any = None) -> d
 
 
 @pytest.mark.parametrize(
-    ("wanted", "executor"), [("auto", "native"), ("node", "node"), ("native", "native"), ("foreach", "foreach")]
+    ("wanted", "executor"), [("auto", "node"), ("node", "node"), ("native", "native"), ("foreach", "foreach")]
 )
 def test_steps_of_changing_sizes_see_their_own_rows(wanted: Any, executor: str) -> None:
     with runner_of(Engine(), executor=wanted) as runner:
@@ -141,8 +141,9 @@ def test_a_hook_that_reads_a_slot_on_the_device_finds_it_filled(reads: Any, exec
             pytest.raises(dg.BackendError, match=re.escape(f"`node` cannot be had: {reason}")),
         ):
             runner.capture()
-    with runner_of(Preparing(), executor=executor) as runner:
-        assert runner.capture().executor == executor
+    with runner_of(Preparing()) as runner:
+        report = runner.capture()
+        assert (report.executor, report.executor_reason) == (executor, reason)
         assert runner.replay(batch_of([3, 4, 5])).tolist() == expected([3, 4, 5])
         assert seen[-1] == [3, 4, 5, 1]
 

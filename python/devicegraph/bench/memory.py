@@ -71,7 +71,7 @@ def capture_each(
         device has less of beside that (None where it does not tell); and the size of its output. All in bytes.
     """
     rows: list[dict[str, Any]] = []
-    options = {} if backend is None else {"backend": backend}
+    options: dict[str, Any] = {} if backend is None else {"backend": backend}
     with ExitStack() as dropped, freeze_gc(), model_capture_mode(), torch.no_grad():
         runner = (dropped if keep is None else keep).enter_context(runner_of(engine, **options))
         assert runner.backend is not None  # decode is captured

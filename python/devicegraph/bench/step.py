@@ -11,6 +11,7 @@ hides the host's part; and `alone`, from an idle device to its last kernel.
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from devicegraph.bench.decoder import Batch
     from devicegraph.devices import DeviceAdapter
+    from devicegraph.registry import Executor
     from devicegraph.runners.shape_key import ShapeKey
 
 #: Steps in a block whose launches are queued at once: few enough for a device's queue to take them all.
@@ -62,7 +64,12 @@ def engine_on(device: torch.device, shape: Shape, kind: type[StepEngine] = StepE
     return kind(shape, model, Cache(shape, device), attend)
 
 
-def runner_of(engine: StepEngine, **options: Any) -> DecodeCudaGraphRunner:
+def executors_on(adapter: DeviceAdapter) -> tuple[Executor, ...]:
+    """The executors whose steps are compared, the one that parts are shown of first."""
+    return ("native", "node") if adapter.fills_in_graphs else ("auto",)
+
+
+def runner_of(engine: StepEngine, *, executor: Executor = "auto", **options: Any) -> DecodeCudaGraphRunner:
     """A runner of the engine's buckets with a graph memory pool of its own."""
     maximum = max(engine.buckets)
     return DecodeCudaGraphRunner(
@@ -73,9 +80,7 @@ def runner_of(engine: StepEngine, **options: Any) -> DecodeCudaGraphRunner:
             max_bs=maximum,
             max_num_token=maximum,
             seq_len_fill_value=1,
-            executor="node"
-            if "backend" not in options and get_device_adapter(engine.device).fills_in_graphs
-            else "auto",
+            executor=executor,
         ),
         graph_pool=None if "backend" in options else GraphMemoryPool(get_device_adapter(engine.device)),
         on_error="raise",
@@ -126,49 +131,62 @@ def _median_host(adapter: DeviceAdapter, step: Callable[[], Any], blocks: int) -
     return statistics.median(host_microseconds(adapter, step, BLOCK) for _ in range(blocks))
 
 
-def measure_engine(
-    title: str, engine: StepEngine, adapter: DeviceAdapter, rounds: int, blocks: int
-) -> tuple[Table, Table]:
-    """The steps of an engine at its buckets, and what the parts of one take."""
+def measure_engine(title: str, engine: StepEngine, adapter: DeviceAdapter, rounds: int, blocks: int) -> list[Table]:
+    """The steps of an engine at its buckets under each executor, and what the parts of one take."""
     steps = Table(title)
-    parts = Table(f"{title}: where the host's time goes, us")
-    with runner_of(engine) as runner:
-        steps.title += f"; filled by `{runner.capture().executor}`"
+    parts: list[Table] = []
+    with ExitStack() as stack:
+        runners: dict[str, DecodeCudaGraphRunner] = {}
+        for executor in executors_on(adapter):
+            runner = stack.enter_context(runner_of(engine, executor=executor))
+            runners[str(runner.capture().executor)] = runner
+        parts += [Table(f"{title}: where the host's time goes with `{name}`, us") for name in runners]
         for size in engine.buckets:
             batch = engine.batch(size, seed=1)
-            runner.run(batch)
-            pieces = parts_of(runner, batch)
-            ways: dict[str, Callable[[], Any]] = {"graph": pieces.pop("graph"), "run": partial(runner.run, batch)}
-            both = pieces.pop("fill and replay")
-            host = take_turns(
-                {
-                    name: partial(_median_host, adapter, step, blocks)
-                    for name, step in {**ways, "both": both, **pieces}.items()
-                },
-                rounds,
-            )
-            queued = take_turns(
-                {name: partial(queued_microseconds, adapter, step, BLOCK) for name, step in ways.items()}, rounds
-            )
-            alone = take_turns(
-                {name: partial(lone_microseconds, adapter, step, BLOCK) for name, step in ways.items()}, rounds
-            )
-            steps.rows.append(
-                {
-                    "bs": size,
-                    "replay host us": statistics.median(host["graph"]),
-                    "fill and replay host us": statistics.median(host["both"]),
-                    "step host us": statistics.median(host["run"]),
-                    "host us more": Spread.difference(host["run"], host["graph"]),
-                    "replay us": statistics.median(queued["graph"]),
-                    "step, queued": Spread.ratio(queued["run"], queued["graph"]),
-                    "step, alone": Spread.ratio(alone["run"], alone["graph"]),
-                }
-            )
-            medians = {name: statistics.median(host[name]) for name in pieces}
-            rest = statistics.median(host["run"]) - sum(medians.values())
-            parts.rows.append({"bs": size, **medians, "rest": rest, "all": statistics.median(host["run"])})
-    return steps, parts
+            each = {name: (runner, batch) for name, runner in runners.items()}
+            measured = _measure_size(adapter, each, rounds, blocks)
+            for table, (name, (step, where)) in zip(parts, measured.items(), strict=True):
+                steps.rows.append({"bs": size, "filled by": name, **step})
+                table.rows.append({"bs": size, **where})
+    return [steps, *parts]
+
+
+def _measure_size(
+    adapter: DeviceAdapter, runners: dict[str, tuple[DecodeCudaGraphRunner, Batch]], rounds: int, blocks: int
+) -> dict[str, tuple[dict[str, Any], dict[str, float]]]:
+    """What a step takes, and its parts, for each executor; all of them take turns."""
+    ways: dict[str, Callable[[], Any]] = {}
+    pieces: dict[str, Callable[[], Any]] = {}
+    names: dict[str, list[str]] = {}
+    for name, (runner, batch) in runners.items():
+        runner.run(batch)
+        parts = parts_of(runner, batch)
+        ways |= {f"{name} graph": parts.pop("graph"), f"{name} run": partial(runner.run, batch)}
+        pieces |= {f"{name} {part}": call for part, call in parts.items()}
+        names[name] = [part for part in parts if part != "fill and replay"]
+    host = take_turns(
+        {name: partial(_median_host, adapter, step, blocks) for name, step in {**ways, **pieces}.items()}, rounds
+    )
+    queued, alone = (
+        take_turns({name: partial(microseconds, adapter, step, BLOCK) for name, step in ways.items()}, rounds)
+        for microseconds in (queued_microseconds, lone_microseconds)
+    )
+    found = {}
+    for name, of_name in names.items():
+        graph, run = f"{name} graph", f"{name} run"
+        step = {
+            "replay host us": statistics.median(host[graph]),
+            "fill and replay host us": statistics.median(host[f"{name} fill and replay"]),
+            "step host us": statistics.median(host[run]),
+            "host us more": Spread.difference(host[run], host[graph]),
+            "replay us": statistics.median(queued[graph]),
+            "step, queued": Spread.ratio(queued[run], queued[graph]),
+            "step, alone": Spread.ratio(alone[run], alone[graph]),
+        }
+        medians = {part: statistics.median(host[f"{name} {part}"]) for part in of_name}
+        whole = statistics.median(host[run])
+        found[name] = step, {**medians, "rest": whole - sum(medians.values()), "all": whole}
+    return found
 
 
 def measure(adapter: DeviceAdapter, *, small: bool = False, rounds: int | None = None) -> Result:

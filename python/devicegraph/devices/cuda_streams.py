@@ -8,7 +8,6 @@ capture by waiting for an event of it, so the waits are watched while a segmente
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,9 @@ class SideStreams:
         self._origin = origin
         self._forked: dict[torch.cuda.Stream, None] = {}
         self._segment = 0
-        #: The segment that each event was recorded in.
-        self._recorded: weakref.WeakKeyDictionary[torch.cuda.Event, int] = weakref.WeakKeyDictionary()
+        #: The segment that each event was recorded in. ADDRESS: the events are held, not referred to weakly: those of
+        #: torch 2.11 die without telling who refers to them, who then reads freed memory.
+        self._recorded: dict[torch.cuda.Event, int] = {}
 
     def join(self) -> None:
         """Makes the capturing stream, current from now on, wait for all others, so that a segment can end."""

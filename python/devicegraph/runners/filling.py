@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from devicegraph.errors import BackendError
 
@@ -17,7 +17,7 @@ class Filling(NamedTuple):
 
     Attributes:
         executor: `node`, `native` or `foreach`.
-        reason: why it is not `native` where nothing was asked for; None otherwise.
+        reason: why it is no faster one where nothing was asked for; None otherwise.
     """
 
     executor: str
@@ -31,12 +31,18 @@ def choose_filling(runner: CapturingRunner) -> Filling:
         BackendError: `executor-unavailable`: the registry was made with an executor that cannot be had.
     """
     registry = runner.buffer_registry
-    if registry.wanted_executor != "node":
-        return Filling(registry.executor, registry.executor_reason)
-    reason = _why_not_node(runner)
-    if reason is not None:
+    if registry.wanted_executor not in ("auto", "node"):
+        return Filling(registry.executor, None)
+    reason = registry.executor_reason or _why_not_node(runner)
+    if reason is None:
+        return Filling("node", None)
+    if registry.wanted_executor == "node":
         raise no_node(reason)
-    return Filling("node", None)
+    return Filling(registry.executor, reason)
+
+
+#: Why a graph that was captured with its fill at the head cannot be pointed.
+NOT_FOUND: Final = "the fill cannot be told apart in the captured graph"
 
 
 def no_node(reason: str) -> BackendError:
