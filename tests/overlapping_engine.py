@@ -26,6 +26,9 @@ class Overlapping(ToyEngine):
     def make_batch(self, views: dict[str, torch.Tensor], key: Any) -> Any:
         return SimpleNamespace(**views, batch_size=key.size)
 
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return {"cache": self.cache}
+
     def prepare_metadata(self, batch: Any, key: Any) -> None:
         if key is None:
             batch.lengths = batch.seq_lens

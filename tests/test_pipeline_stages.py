@@ -168,6 +168,9 @@ def test_buckets_are_multiples_of_the_ranks_and_dropped_ones_are_listed() -> Non
     assert dg.get_batch_sizes_to_capture(
         last, config=dg.CudaGraphConfig(decode={"max_bs": 12}), token_alignment=RANKS
     ) == ([4, 8, 12], [])
+    assert dg.get_batch_sizes_to_capture(
+        last, config=dg.CudaGraphConfig(decode={"max_bs": 8}), alignment=2, token_alignment=2 * RANKS
+    ) == ([8], [])
 
 
 def test_a_bucket_that_is_no_equal_shares_is_refused_at_registration_and_at_capture() -> None:

@@ -129,6 +129,7 @@ def test_functions_and_hooks_get_the_batch_and_the_sizes() -> None:
     )
     context = FillContext(1, 3, 2, 4, "from the stage before")
     assert seen[0] == (batch, context)
+    assert seen[0][1].forward_batch is batch
     assert seen[1][0] is hooked.buffer
     assert seen[1][1:] == (batch, context)
 

@@ -194,6 +194,7 @@ def test_a_slot_does_not_change() -> None:
 
 def test_a_context_is_its_sizes() -> None:
     assert FillContext(1, 2, 3, 4) == (1, 2, 3, 4, None)
+    assert FillContext(1, 2, 3, 4).forward_batch == {}
     assert FillContext(raw_bs=1, padded_bs=2, raw_num_tokens=3, padded_num_tokens=4).padded_num_tokens == 4
 
 

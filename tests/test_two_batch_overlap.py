@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devicegraph as dg
-from engines import LENGTH, config
+from devicegraph.backends import split_ops
+from engines import LENGTH, VOCABULARY, config
 from overlapping_engine import Overlapping, eager
 
 
@@ -36,6 +38,35 @@ class InGraph(Overlapping):
 
     def prepare_in_graph(self, batch: Any, key: Any) -> None:
         Overlapping.prepare_metadata(self, batch, key)
+
+
+@torch.library.custom_op("devicegraph_tests::attend_half", mutates_args=())
+def attend_half(hidden: torch.Tensor, number: int) -> torch.Tensor:
+    """Attention of a half of the batch of the step, as an operator that a compiled forward is split at."""
+    half = dg.current_batch().tbo_children[number]
+    return half.engine.attend(half, hidden)
+
+
+@attend_half.register_fake
+def _(hidden: torch.Tensor, number: int) -> torch.Tensor:
+    return hidden.new_empty(len(hidden), VOCABULARY)
+
+
+class Compiled(Overlapping):
+    """The forward in a form that torch.compile takes."""
+
+    def make_batch(self, views: dict[str, torch.Tensor], key: Any) -> Any:
+        return SimpleNamespace(**views, batch_size=key.size, engine=self)
+
+    def batch(self, *args: Any) -> Any:
+        batch: Any = super().batch(*args)
+        batch.engine = self
+        return batch
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if getattr(batch, "tbo_children", None) is None:
+            return super().forward(batch)
+        return torch.cat([attend_half(self.embed(half), number) for number, half in enumerate(batch.tbo_children)])
 
 
 def runner_for(engine: Any, bs: list[int] | None = None, backend: str = "full", **options: Any) -> Any:
@@ -77,8 +108,28 @@ def test_any_sequence_of_batches_gives_what_the_whole_gives_eagerly(
                 assert torch.equal(runner.run(batch), want)
 
         check()
+        proven = dg.verify(runner, [engine.batch([tokens + 1] * size) for size in (1, 3, 7)])
+        assert (bool(proven), len(proven.padded), proven.held) == (True, 3, {})
         assert engine.halves_run == runs  # replays run no Python of the forward
         assert not hasattr(engine.batch([3]), "tbo_children")
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile warns of things of its own
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
+def test_halves_of_a_compiled_forward_meet_the_batch_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_ops, "_registered", {})
+    dg.register_split_op("devicegraph_tests::attend_half")
+    torch._dynamo.reset()
+    engine = Compiled()
+    with runner_for(engine, [2, 4], "tc_piecewise") as runner:
+        assert runner.capture().backend == "tc_piecewise"
+        for seed, lengths in enumerate(([3, 4, 5], [2], [9, 8, 7, 6], [4, 4])):
+            batch = engine.batch(lengths, seed)
+            batch.lengths = batch.seq_lens
+            want = eager(engine, batch)
+            del batch.lengths
+            assert torch.equal(runner.run(batch), want)
+        assert runner.metrics().hit_rate == 1.0
 
 
 def test_halves_are_the_same_views_of_the_padded_batch_in_capture_and_on_every_replay() -> None:

@@ -38,7 +38,12 @@ MODES: Final = ("decode", "target_verify", "dllm_extend")
 
 
 def get_batch_sizes_to_capture(
-    model_runner: ModelRunner, *, config: CudaGraphConfig, num_tokens_per_bs: int = 1, token_alignment: int = 1
+    model_runner: ModelRunner,
+    *,
+    config: CudaGraphConfig,
+    num_tokens_per_bs: int = 1,
+    alignment: int = 1,
+    token_alignment: int = 1,
 ) -> tuple[list[int], list[int]]:
     """The batch sizes of the decode phase within the engine's limits: those to capture, and those to compile.
 
@@ -46,7 +51,9 @@ def get_batch_sizes_to_capture(
         model_runner: the engine, for its limits.
         config: the configuration.
         num_tokens_per_bs: tokens for each request.
-        token_alignment: what the tokens of every bucket are a multiple of: the ranks that they are spread over.
+        alignment: what the requests of every bucket are a multiple of: two with two-batch overlap.
+        token_alignment: what its tokens are a multiple of: the ranks that they are spread over, twice with two-batch
+            overlap.
 
     Returns:
         `(capture_bs, compile_bs)`, both ascending; the second is empty unless the backend compiles.
@@ -56,8 +63,8 @@ def get_batch_sizes_to_capture(
         ConfigError: an engine that lacks something, or more tokens for a request than it can take.
     """
     adapter, hooks = get_device_adapter(model_runner.device), Hooks(model_runner)
-    alignment = (1, as_count("token_alignment", token_alignment))
-    capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs, alignment))
+    units = (as_count("alignment", alignment), as_count("token_alignment", token_alignment))
+    capture_bs = list(_buckets(adapter, hooks, model_runner.limits, config, num_tokens_per_bs, units))
     return capture_bs, capture_bs.copy() if config.decode.backend == "tc_piecewise" else []
 
 
