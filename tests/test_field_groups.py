@@ -132,7 +132,7 @@ def batches(draw: st.DrawFn, options: dict[str, Any]) -> tuple[dict[str, Any], d
         "mamba_track_mask": numbers(bs, torch.bool),
         "mamba_track_seqlens": numbers(bs, torch.int32),
         "num_token_non_padded": torch.tensor(live, dtype=count_dtype).reshape(draw(st.sampled_from([(), (1,)]))),
-        "num_token_non_padded_cpu": live,
+        "num_token_non_padded_cpu": draw(st.integers(0, padded)),
         "pp_proxy_tensors": {name: torch.rand(sent, *shape) for name, shape in ROWS.items()},
         **{name: numbers(3, torch.int32) for name in GLOBAL},
     }

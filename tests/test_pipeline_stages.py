@@ -101,6 +101,8 @@ def test_a_later_stage_has_its_share_of_the_bucket_in_capture_replay_and_output(
             static = runner.replay_prepare(batch)
             assert type(static.pp_proxy_tensors) is proxies
             assert static.pp_proxy_tensors["hidden"].shape == (bucket // RANKS, WIDTH)
+            slot = registry.get_slot("pp_proxy_tensors.hidden")
+            assert static.pp_proxy_tensors["hidden"].data_ptr() == slot.buffer.data_ptr()
             assert batch.pp_proxy_tensors["hidden"] is sent["hidden"]
             output = runner.run(batch)
             want = forward(whole)
