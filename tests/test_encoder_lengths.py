@@ -74,7 +74,7 @@ def test_uniform_lengths_replay_and_mixed_ones_run_eagerly_whatever_pads_them(
 def test_any_lengths_give_what_eager_gives_and_only_mixed_ones_cost_a_replay(runner: Any) -> None:
     engine = runner.model_runner
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(st.lists(st.integers(0, ENCODED), min_size=1, max_size=4), st.integers(0, 99))
     def check(lengths: list[int], seed: int) -> None:
         batch = engine.encoded_batch(lengths, seed, on_host=lengths)
@@ -107,6 +107,39 @@ def test_the_lengths_of_a_decoder_alone_are_nobodys_business() -> None:
         batch: Any = engine.batch([3, 4])
         batch.encoder_lens_cpu = [0, 3]
         assert runner.can_run(batch)
+
+
+class Skipping(Crossing):
+    """Has no cross attention at all in the graphs for text alone."""
+
+    variants = ("text", "crossed")
+
+    def variant(self, batch: Any) -> str:
+        return "crossed" if max(batch.encoder_lens_cpu) > 0 else "text"
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        batch.skips = (self.variant(batch) if key is None else key.variant_label) == "text"
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return ToyEngine.forward(self, batch) if batch.skips else super().forward(batch)
+
+
+def test_a_model_that_skips_cross_attention_for_text_is_two_variants() -> None:
+    engine = Skipping()
+    with dg.DecodeCudaGraphRunner(engine, config=config(bs=[2, 4]), registry=engine.registry) as runner:
+        runner.capture()
+        for lengths in ([0, 0, 0], [4, 6, 2], [0, 6, 2], [0], [5]):
+            batch = engine.encoded_batch(lengths, on_host=lengths)
+            engine.prepare_metadata(batch, None)
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+        replays = runner.metrics().replays
+        assert {(key.size, key.variant_label): count for key, count in replays.items() if count} == {
+            (4, "text"): 1,
+            (4, "crossed"): 1,
+            (2, "text"): 1,
+            (2, "crossed"): 1,
+        }
+        assert runner.metrics().eager == {"encoder-lens-mixed": 1}
 
 
 def test_a_rank_with_mixed_lengths_keeps_the_others_out_of_their_graphs() -> None:

@@ -143,7 +143,7 @@ def batches(draw: st.DrawFn, options: dict[str, Any]) -> tuple[dict[str, Any], d
 @pytest.mark.parametrize("executor", ["foreach", "native"])
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_every_fill_equals_the_rule_of_each_group(is_gathered: bool, executor: Any) -> None:
-    @settings(max_examples=25)
+    @settings(max_examples=15)
     @given(st.data(), st.integers(0, 1))
     def check(data: st.DataObject, rank: int) -> None:
         options: dict[str, Any] = {

@@ -126,7 +126,7 @@ def test_each_variant_of_a_bucket_updates_and_reads_the_table_of_its_own(backend
 def test_any_sequence_of_adapters_gives_what_eager_gives() -> None:
     with captured(Adapted()) as runner:
 
-        @settings(max_examples=25)
+        @settings(max_examples=12)
         @given(st.lists(st.lists(st.integers(0, NONE), min_size=1, max_size=4), min_size=1, max_size=5))
         def check(steps: list[list[int]]) -> None:
             assert wrong(runner, steps) == []

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def runner_for(engine: Any, folder: Any, **options: Any) -> dg.DecodeCudaGraphRunner:
-    return dg.DecodeCudaGraphRunner(engine, config=config(bs=[2, 4]), profile=folder, **options)
+    bs = options.pop("bs", [2, 4])
+    return dg.DecodeCudaGraphRunner(engine, config=config(bs=bs), profile=folder, **options)
 
 
 def test_a_capture_leaves_a_trace_with_a_range_for_each_graph_and_a_table(tmp_path: Path) -> None:
@@ -36,12 +37,12 @@ def test_a_capture_leaves_a_trace_with_a_range_for_each_graph_and_a_table(tmp_pa
 
 
 def test_profiles_of_later_captures_and_of_other_modes_and_ranks_stand_beside(tmp_path: Path) -> None:
-    with runner_for(ToyEngine(), tmp_path) as runner:
+    with runner_for(ToyEngine(), tmp_path, bs=[1]) as runner:
         runner.capture()
         runner.capture()
     engine = ToyEngine(tokens_per_request=2)
     engine.rank = 3  # type: ignore[attr-defined]
-    with runner_for(engine, str(tmp_path), mode="target_verify", num_tokens_per_bs=2) as runner:
+    with runner_for(engine, str(tmp_path), bs=[1], mode="target_verify", num_tokens_per_bs=2) as runner:
         runner.capture()
     names = ["decode-rank0", "decode-rank0-2", "target_verify-rank3"]
     assert sorted(os.listdir(tmp_path)) == sorted(f"{name}.{end}" for name in names for end in ("json", "txt"))
