@@ -109,6 +109,20 @@ def test_what_the_demo_answers_is_what_transformers_answers_alone(tiny_checkpoin
     assert {key.size for key in result.decode.metrics.replays} >= {1, 3}
 
 
+def test_steps_that_verify_proposals_are_held_to_eager_too(tiny_checkpoint: Path) -> None:
+    asked = ["one two words one two words one two", "three words here three words here three"]
+    config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [16]}, decode={"bs": [2]})
+    result = run_demo(options(tiny_checkpoint, prompts=asked, config=config, proposals=2, max_new_tokens=10))
+    verify = result.phases["verify"]
+    assert result.ok
+    assert verify.metrics.hit_rate == 1.0
+    assert verify.checks.decided == verify.metrics.raw_rows * 3 > 0  # three tokens for each request
+    assert (
+        result.answers == run_demo(options(tiny_checkpoint, prompts=asked, config=DISABLED, max_new_tokens=10)).answers
+    )
+    assert "\nverify steps    " in command.describe(result)
+
+
 COMPILES = pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
 
 

@@ -140,27 +140,29 @@ def launch(
         count = 0
         tile = PREFILL_TILE
         grid = (tiles.shape[0], heads)
-    _attend[grid](
-        query,
-        output,
-        keys,
-        values,
-        block_tables,
-        seq_lens,
-        starts,
-        tiles,
-        scale,
-        block_tables.stride(0),
-        query.stride(0),
-        query.stride(1),
-        per_request=count,
-        group=group,
-        heads=heads,
-        width=width,
-        padded_width=max(16, triton.next_power_of_2(width)),
-        block_size=keys.shape[1],
-        tile_tokens=tile,
-        padded_rows=max(_LEAST_ROWS, triton.next_power_of_2(tile * group)),
-        keys_at_once=64,
-    )
+    # Triton launches on the current device; on the CPU, where it is interpreted, there is none.
+    with torch.cuda.device_of(query):
+        _attend[grid](
+            query,
+            output,
+            keys,
+            values,
+            block_tables,
+            seq_lens,
+            starts,
+            tiles,
+            scale,
+            block_tables.stride(0),
+            query.stride(0),
+            query.stride(1),
+            per_request=count,
+            group=group,
+            heads=heads,
+            width=width,
+            padded_width=max(16, triton.next_power_of_2(width)),
+            block_size=keys.shape[1],
+            tile_tokens=tile,
+            padded_rows=max(_LEAST_ROWS, triton.next_power_of_2(tile * group)),
+            keys_at_once=64,
+        )
     return output

@@ -175,7 +175,10 @@ class Scheduler:
         Where none are free the youngest request gives its own back: it waits first in line, to go through the model
         again from its start.
         """
+        size = self._cache.block_size
         for request in self.running.copy():
+            if len(request.token_ids) + tokens - 1 <= len(request.blocks) * size:
+                continue
             wanted = self._blocks_for(min(len(request.token_ids) + tokens - 1, request.limit))
             while request.row is not None and len(request.blocks) < wanted:
                 if self._manager.free:
