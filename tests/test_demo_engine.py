@@ -181,6 +181,26 @@ def test_prompt_lookup_changes_no_token_and_saves_steps(transformer: Any, config
     engine.close()
 
 
+@pytest.mark.parametrize("config", [EAGER, GRAPHS], ids=["eager", "graphs"])
+def test_a_draft_of_fewer_layers_changes_no_token_and_one_of_all_is_always_right(
+    transformer: Any, answers: list[list[int]], config: dg.CudaGraphConfig
+) -> None:
+    for layers in (1, 2):
+        engine = engine_of(transformer, config, proposals=3, draft_layers=layers)
+        engine.capture()
+        requests = [engine.submit(prompt, max_new_tokens=9) for prompt in ASKED]
+        drawing = engine.submit(ASKED[0], max_new_tokens=9, sampling=Sampling(temperature=1, seed=1))
+        list(engine.stream())
+        assert [request.generated for request in requests] == answers
+        assert len(drawing.generated) == 9
+        assert 0 < engine.accepted <= engine.proposed
+        assert layers == 1 or engine.accepted == engine.proposed
+        if config is GRAPHS:
+            assert engine.runners["draft"].metrics().hit_rate == 1.0
+        engine.close()
+    assert len(transformer.model.layers) == 2
+
+
 def test_requests_that_draw_take_part_in_steps_that_verify_others(transformer: Any) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
     plain, guessing = engine_of(transformer), engine_of(transformer, proposals=3)

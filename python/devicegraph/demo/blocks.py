@@ -49,6 +49,15 @@ class Cache:
         """Where it lies."""
         return self.keys[0].device
 
+    def locations(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where positions are: `block * block_size + offset`; behind a request's blocks that is the reserved one.
+
+        Args:
+            tables: `[requests, blocks]` int32, 0 behind the blocks that a request holds.
+            positions: `[requests, tokens]` int64.
+        """
+        return tables.gather(1, positions // self.block_size) * self.block_size + positions % self.block_size
+
     def write(self, layer: int, where: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes `[heads, tokens, width]` to `where`, `block * block_size + offset` of each token, int64."""
         for held, new in ((self.keys[layer], key), (self.values[layer], value)):

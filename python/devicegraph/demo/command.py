@@ -56,7 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         type=positive_integer,
         default=0,
-        help="that prompt lookup proposes for each request in a step, and one step verifies (default: none)",
+        help="that are proposed for each request in a step, and verified in one (default: none)",
+    )
+    parser.add_argument(
+        "--draft-layers",
+        metavar="LAYERS",
+        type=positive_integer,
+        help="of the model, that propose (default: prompt lookup)",
     )
     parser.add_argument("--audit", action="store_true", help="audit both forwards instead of serving")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -92,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_requests=arguments.max_requests,
         max_prefill_tokens=arguments.max_prefill_tokens,
         proposals=arguments.proposals,
+        draft_layers=arguments.draft_layers,
     )
     if arguments.audit:
         reports = audit_demo(options)

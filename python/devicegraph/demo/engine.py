@@ -8,6 +8,7 @@ import torch
 
 from devicegraph.config import CudaGraphConfig
 from devicegraph.demo.batches import DecodeBatch, PrefillBatch
+from devicegraph.demo.draft import DraftRunner
 from devicegraph.demo.graphs import decode_runner, prefill_runner
 from devicegraph.demo.lookup import PromptLookup
 from devicegraph.demo.model import Model
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from devicegraph.runners.base import BaseCudaGraphRunner
 
 #: The kinds of steps.
-Step: TypeAlias = Literal["prefill", "decode", "verify"]
+Step: TypeAlias = Literal["prefill", "decode", "verify", "draft"]
 #: Without graphs.
 EAGER = CudaGraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
 
@@ -37,8 +38,9 @@ class Engine:
         max_prefill_tokens: of prompts in one step.
         block_size: tokens of a block of the cache.
         blocks: of the cache, the reserved one included; by default enough for all requests at their longest.
-        proposals: tokens that prompt lookup proposes for each greedy request in a step, and that one step verifies; 0
-            to decode token by token.
+        proposals: tokens that are proposed for each greedy request in a step, and that one step verifies; 0 to decode
+            token by token.
+        draft_layers: how many of the model's layers draft them; None for prompt lookup.
 
     Attributes:
         runners: of the steps, with nothing captured before `capture()`.
@@ -61,9 +63,11 @@ class Engine:
         block_size: int = 16,
         blocks: int | None = None,
         proposals: int = 0,
+        draft_layers: int | None = None,
     ) -> None:
         self.model = Model(transformer)
         self._proposals = proposals
+        self._draft_layers = draft_layers
         if blocks is None:
             blocks = 1 + max_requests * -(-max_length // block_size)
         self.cache = self.model.make_cache(blocks, block_size)
@@ -94,6 +98,16 @@ class Engine:
         }
         if self._proposals:
             runners["verify"] = decode_runner(model, cache, config, bs, width, tokens=1 + self._proposals)
+        if self._proposals and self._draft_layers is not None:
+            runners["draft"] = DraftRunner(
+                model,
+                cache,
+                config=config,
+                max_bs=bs,
+                table_width=width,
+                layers=self._draft_layers,
+                tokens=self._proposals,
+            )
         return runners
 
     def capture(self) -> None:
@@ -146,10 +160,11 @@ class Engine:
         requests = self.scheduler.decoding.copy()
         if not requests:
             return []
-        proposals = [self._propose(request) for request in requests] if self._proposals else []
+        batch = self.scheduler.decode_batch()
+        proposals = self._propose(batch, requests) if self._proposals else []
         if any(proposals):
             return self._verify(requests, proposals)
-        output = self.run["decode"](self.scheduler.decode_batch())
+        output = self.run["decode"](batch)
         return self._append(requests, [[t] for t in _choose(output.token_ids, output.logits, requests)])
 
     def _prefill(self, batch: PrefillBatch, requests: list[Request]) -> list[tuple[Request, list[int]]]:
@@ -159,11 +174,17 @@ class Engine:
         logits = self.model.head(hidden[torch.tensor(batch.decides).to(hidden.device)])
         return self._append(requests, [[t] for t in _choose(logits.argmax(-1), logits, requests)])
 
-    def _propose(self, request: Request) -> list[int]:
-        if not request.sampling.is_greedy:
-            return []
-        lookup = self._lookups.setdefault(request, PromptLookup())
-        return lookup.propose(request.token_ids, self._proposals)
+    def _propose(self, batch: DecodeBatch, requests: list[Request]) -> list[list[int]]:
+        greedy = [request.sampling.is_greedy for request in requests]
+        if "draft" in self.runners:
+            drafted = self.run["draft"](batch).tolist() if any(greedy) else greedy
+            return [tokens if is_greedy else [] for tokens, is_greedy in zip(drafted, greedy, strict=True)]
+        return [
+            self._lookups.setdefault(request, PromptLookup()).propose(request.token_ids, self._proposals)
+            if is_greedy
+            else []
+            for request, is_greedy in zip(requests, greedy, strict=True)
+        ]
 
     def _verify(self, requests: list[Request], proposals: list[list[int]]) -> list[tuple[Request, list[int]]]:
         """Every token is the one that decoding alone would have chosen; proposals only let several come at once."""

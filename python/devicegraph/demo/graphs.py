@@ -38,9 +38,6 @@ def _(query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
-dg.register_split_op("devicegraph_demo::attend")
-
-
 def attend_in_step(query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
     """Attention of `[tokens, heads, width]` in the batch of the step; the same shape."""
     attend = torch.ops.devicegraph_demo.attend if torch.compiler.is_compiling() else _attend
@@ -59,6 +56,12 @@ def _registry(limits: dg.Limits, device: torch.device, *slots: dg.GraphSlot) -> 
     for slot in (*(_slot(name, "tokens", torch.int64, ()) for name in _TOKENS), *slots):
         registry.register_slot(slot)
     return registry
+
+
+def decode_registry(limits: dg.Limits, device: torch.device, table_width: int) -> dg.CudaGraphBufferRegistry:
+    """The slots of decode steps: a padded request has the step's tokens and no others."""
+    lengths = _slot("seq_lens", "bs", torch.int64, (), pad_value=limits.max_num_tokens // limits.max_bs)
+    return _registry(limits, device, lengths, _slot("block_tables", "bs", torch.int32, (table_width,)))
 
 
 def _slot(
@@ -83,6 +86,7 @@ class DecodeOutput(NamedTuple):
 class _Forward:
     def __init__(self, model: Model, cache: Cache, limits: dg.Limits) -> None:
         self.device, self.limits, self.model, self.cache = model.device, limits, model, cache
+        dg.register_split_op("devicegraph_demo::attend")
 
 
 class DecodeForward(_Forward):
@@ -134,12 +138,10 @@ def decode_runner(
 ) -> dg.DecodeCudaGraphRunner:
     """Runs steps of up to `max_bs` requests, of up to `table_width` blocks: one token each, or several to verify."""
     limits = dg.Limits(max_bs, max_bs * tokens)
-    lengths = _slot("seq_lens", "bs", torch.int64, (), pad_value=tokens)
-    tables = _slot("block_tables", "bs", torch.int32, (table_width,))
     return dg.DecodeCudaGraphRunner(
         DecodeForward(model, cache, limits),
         config=config,
-        registry=_registry(limits, model.device, lengths, tables),
+        registry=decode_registry(limits, model.device, table_width),
         mode="decode" if tokens == 1 else "target_verify",
         num_tokens_per_bs=tokens,
     )

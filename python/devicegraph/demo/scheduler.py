@@ -160,7 +160,7 @@ class Scheduler:
         batch = PrefillBatch(
             torch.tensor(token_ids),
             positions,
-            self._locations(tables[owners], positions[:, None])[:, 0],
+            self._cache.locations(tables[owners], positions[:, None])[:, 0],
             tables,
             chunks,
             len(chunks),
@@ -211,7 +211,7 @@ class Scheduler:
         return DecodeBatch(
             torch.tensor(token_ids),
             positions.flatten(),
-            self._locations(tables, positions).flatten(),
+            self._cache.locations(tables, positions).flatten(),
             lengths + (len(ahead) - 1),
             tables,
             count,
@@ -271,11 +271,6 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._cache.block_size)
-
-    def _locations(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where positions `[rows, tokens]` are in the cache; behind a request's blocks that is the reserved one."""
-        size = self._cache.block_size
-        return tables.gather(1, positions // size) * size + positions % size
 
 
 def _padded(rows: Sequence[list[int]]) -> torch.Tensor:

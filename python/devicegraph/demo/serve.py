@@ -113,7 +113,8 @@ class DemoOptions:
         max_new_tokens: tokens generated for each prompt at most.
         max_requests: prompts served at once.
         max_prefill_tokens: tokens of prompts that go through the model in one step.
-        proposals: tokens that prompt lookup proposes for a request in a step; 0 for none.
+        proposals: tokens that are proposed for a request in a step; 0 for none.
+        draft_layers: how many of the model's layers draft them; None for prompt lookup.
     """
 
     prompts: Sequence[str]
@@ -124,6 +125,7 @@ class DemoOptions:
     max_requests: int = 6
     max_prefill_tokens: int = 128
     proposals: int = 0
+    draft_layers: int | None = None
 
 
 def run_demo(options: DemoOptions) -> DemoResult:
@@ -152,6 +154,8 @@ def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
     plain = engine.make_runners(EAGER)
 
     def decided_by(kind: Step, batch: Any, output: Any) -> DecodeOutput:
+        if kind == "draft":
+            return DecodeOutput(output, output)
         if kind != "prefill":
             return output  # type: ignore[no-any-return]
         # Only the last token of a prompt decides the next one.
@@ -220,7 +224,7 @@ class CheckedPhase:
             # Borrowed: the output is a view into the graph's memory, which nothing replays before it is read.
             padded = self._plain.run(self._runner.replay_prepare(batch, decision))
             again = self._decided_by(batch, padded)
-            checks.decided += len(tokens)
+            checks.decided += tokens.numel()
             checks.mismatches += int((again.token_ids[: len(tokens)] != tokens).sum())
             checks.bitwise += int(torch.equal(again.logits[: len(tokens)], logits))
             checks.raw_differences += int((raw_tokens != tokens).sum())
@@ -252,6 +256,7 @@ def _make_engine(checkpoint: Checkpoint, options: DemoOptions, prompts: Sequence
         max_length=_max_length(checkpoint, prompts, options.max_new_tokens),
         max_prefill_tokens=options.max_prefill_tokens,
         proposals=options.proposals,
+        draft_layers=options.draft_layers,
     )
 
 
