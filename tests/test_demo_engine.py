@@ -399,12 +399,15 @@ def paged(lengths: list[int], heads: int, width: int, block_size: int) -> tuple[
     return cache, tables, held
 
 
-UNIFORM = [(4, 2, 16, 1), (9, 3, 20, 3), (2, 2, 16, 18), (20, 1, 8, 2)]
+# The longer ones are long enough for several programs to share the keys of a request.
+UNIFORM = [(4, 2, 16, 1, 64), (9, 3, 20, 3, 500), (2, 2, 16, 18, 130), (20, 1, 8, 2, 700)]
 CHUNKS = [(0, 5), (30, 40), (0, 1), (7, 16)]
 
 
-def uniform_case(query_heads: int, heads: int, width: int, count: int) -> tuple[torch.Tensor, Cache, Any, Any, Any]:
-    lengths = [count, 70 + count, 20, 64]
+def uniform_case(
+    query_heads: int, heads: int, width: int, count: int, longest: int
+) -> tuple[torch.Tensor, Cache, Any, Any, Any]:
+    lengths = [count, longest, 20, 64]
     cache, tables, held = paged(lengths, heads, width, block_size=16)
     query = torch.randn(query_heads, len(lengths) * count, width).transpose(0, 1)
     parts = zip(query.split(count), held, strict=True)
@@ -420,7 +423,7 @@ def chunk_case() -> tuple[torch.Tensor, Cache, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", UNIFORM)
-def test_attention_of_equally_many_tokens_is_that_of_each_request(case: tuple[int, int, int, int]) -> None:
+def test_attention_of_equally_many_tokens_is_that_of_each_request(case: tuple[int, int, int, int, int]) -> None:
     query, cache, tables, seq_lens, expected = uniform_case(*case)
     torch.testing.assert_close(attend_uniform(query, cache, 0, tables, seq_lens, 0.3), expected)
 

@@ -2,7 +2,8 @@
 
 A program takes a tile of queries of one request and one head of keys. The query heads that share the head of keys are
 rows of the tile, so that a single token already gives the tensor cores more than one row. It walks over the request's
-own blocks with a running softmax.
+own blocks with a running softmax. Where few programs would be left, several share the walk, and a second kernel puts
+together what they found.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ import triton.language as tl
 PREFILL_TILE: Final = 16
 #: The least rows that a tensor core takes.
 _LEAST_ROWS: Final = 16
+#: Keys of a round of the walk.
+_KEYS: Final = 64
+#: Programs that keep a large device busy, and the most that share a walk.
+_PROGRAMS: Final = 256
+_MOST_SPLITS: Final = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,6 +35,8 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations
     seq_lens,
     starts,
     tiles,
+    partial,
+    log_totals,
     scale,
     table_stride,
     token_stride,
@@ -42,6 +50,7 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations
     tile_tokens: tl.constexpr,
     padded_rows: tl.constexpr,
     keys_at_once: tl.constexpr,
+    splits: tl.constexpr,
 ):
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -72,7 +81,11 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations
     best = tl.full([padded_rows], float("-inf"), tl.float32)
     total = tl.zeros([padded_rows], tl.float32)
     result = tl.zeros([padded_rows, padded_width], tl.float32)
-    for key_start in range(0, end, keys_at_once):
+    # Of the walk, a whole number of rounds; what is left for the last ones may be nothing.
+    span = (end + splits * keys_at_once - 1) // (splits * keys_at_once) * keys_at_once
+    key_begin = tl.program_id(2) * span
+    end = tl.minimum(end, key_begin + span)
+    for key_start in range(key_begin, end, keys_at_once):
         position = key_start + tl.arange(0, keys_at_once)
         is_there = position < end
         block = tl.load(block_tables + request * table_stride + position // block_size, mask=is_there, other=0)
@@ -83,19 +96,45 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads annotations
         scores = tl.dot(q, k, input_precision="ieee") * scale
         is_seen = position[None, :] <= (before + token)[:, None]
         scores = tl.where(is_seen & is_there[None, :], scores, float("-inf"))
-        # Every row sees the request's first token, so that the maximum is a number from the first round on.
         higher = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        decay = tl.exp(best - higher)
+        # A row that has seen nothing yet has no maximum, and nothing to weigh.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - base[:, None])
+        decay = tl.exp(best - base)
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(
             values + at[:, None] + columns[None, :], mask=is_there[:, None] & (columns < width)[None, :], other=0.0
         )
         result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
-    result = result / total[:, None]
-    place = (begin + token).to(tl.int64) * (heads * group * width) + query_head * width
-    tl.store(output + place[:, None] + columns[None, :], result.to(output.dtype.element_ty), mask=within)
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    row = (begin + token).to(tl.int64) * (heads * group) + query_head
+    if splits == 1:
+        tl.store(output + row[:, None] * width + columns[None, :], result.to(output.dtype.element_ty), mask=within)
+    else:
+        row = row * splits + tl.program_id(2)
+        tl.store(partial + row[:, None] * width + columns[None, :], result, mask=within)
+        log_total = tl.where(total > 0, best + tl.log(total), float("-inf"))
+        tl.store(log_totals + row, log_total, mask=is_live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    partial,
+    log_totals,
+    output,
+    width: tl.constexpr,
+    padded_width: tl.constexpr,
+    splits: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, padded_width)
+    parts = row * splits + tl.arange(0, splits)
+    log_total = tl.load(log_totals + parts)
+    weights = tl.exp(log_total - tl.max(log_total, 0))
+    found = tl.load(partial + parts[:, None] * width + columns[None, :], mask=(columns < width)[None, :], other=0.0)
+    result = tl.sum(found * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(output + row * width + columns, result.to(output.dtype.element_ty), mask=columns < width)
 
 
 def launch(
@@ -128,21 +167,31 @@ def launch(
     tokens, query_heads, width = query.shape
     heads = keys.shape[2]
     group = query_heads // heads
+    padded_width = max(16, triton.next_power_of_2(width))
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    splits = 1
     if starts is None or tiles is None:
         requests = seq_lens.shape[0]
         count = tokens // requests
         tile = max(_LEAST_ROWS // group, 1)
         grid = (requests * -(-count // tile), heads)
         starts = tiles = seq_lens  # not read
+        # By sizes that a graph has for good, and not by lengths.
+        longest = block_tables.shape[1] * keys.shape[1]
+        while grid[0] * heads * splits < _PROGRAMS and splits < min(_MOST_SPLITS, longest / (2 * _KEYS)):
+            splits *= 2
     else:
         output.zero_()
         count = 0
         tile = PREFILL_TILE
         grid = (tiles.shape[0], heads)
+    partial = log_totals = output  # not written
+    if splits > 1:
+        partial = torch.empty((tokens, query_heads, splits, width), dtype=torch.float32, device=query.device)
+        log_totals = torch.empty((tokens, query_heads, splits), dtype=torch.float32, device=query.device)
     # Triton launches on the current device; on the CPU, where it is interpreted, there is none.
     with torch.cuda.device_of(query):
-        _attend[grid](
+        _attend[(grid[0], grid[1], splits)](
             query,
             output,
             keys,
@@ -151,6 +200,8 @@ def launch(
             seq_lens,
             starts,
             tiles,
+            partial,
+            log_totals,
             scale,
             block_tables.stride(0),
             query.stride(0),
@@ -159,10 +210,15 @@ def launch(
             group=group,
             heads=heads,
             width=width,
-            padded_width=max(16, triton.next_power_of_2(width)),
+            padded_width=padded_width,
             block_size=keys.shape[1],
             tile_tokens=tile,
             padded_rows=max(_LEAST_ROWS, triton.next_power_of_2(tile * group)),
-            keys_at_once=64,
+            keys_at_once=_KEYS,
+            splits=splits,
         )
+        if splits > 1:
+            _merge[(tokens * query_heads,)](
+                partial, log_totals, output, width=width, padded_width=padded_width, splits=splits
+            )
     return output
