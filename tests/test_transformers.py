@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,73 +22,13 @@ from transformers.generation.continuous_batching.input_outputs import (  # noqa:
 )
 from transformers.generation.continuous_batching.utils import build_attention_mask  # noqa: E402
 
+from continuous_batching import PROMPTS, greedy, manager_of, model_of, own, serve, tokens  # noqa: E402
 from devicegraph.integrations import paged  # noqa: E402
 from devicegraph.integrations.transformers import ContinuousBatchingGraphs, enable  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-#: Of several lengths; the two of one beginning share blocks of the cache, and the longest is read in two chunks.
-PROMPTS = [[1, 2, 3], [9] * 40, [5], [9] * 17, [4, 5, 6, 7, 8]]
 #: Batches with a long prompt have 32 query tokens and 18, which is more than the largest bucket.
 ONE_GRAPH = dg.CudaGraphConfig(decode={"bs": [8]})
 NO_GRAPHS = dg.CudaGraphConfig(decode={"backend": "disabled"})
-
-WORDS = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-
-
-def model_of(kind: str = "Qwen3", attention: str = "paged|sdpa", **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**WORDS, "head_dim": 8, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    model.set_attn_implementation(attention)
-    return model
-
-
-def batching(**options: Any) -> Any:
-    sizes = {"block_size": 8, "num_blocks": 48, "max_batch_tokens": 32, "max_requests_per_batch": 8}
-    return transformers.ContinuousBatchingConfig(**{**sizes, **options})
-
-
-def greedy(**options: Any) -> Any:
-    return transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, **options)
-
-
-def manager_of(model: Any, generation: Any = None, **options: Any) -> Any:
-    return model.init_continuous_batching(greedy() if generation is None else generation, batching(**options))
-
-
-def serve(manager: Any, prompts: Sequence[Sequence[int]] = PROMPTS, *, keep: bool = False) -> list[Any]:
-    """What a session of the manager gives, in the order of the prompts."""
-    # As starting does: all prompts are to be there when the first step is made.
-    manager.background_thread_status.clear()
-    names = manager.add_requests([list(prompt) for prompt in prompts])
-    manager.start()
-    done: dict[str, Any] = {}
-    while len(done) < len(names):
-        output = manager.get_result(timeout=30)
-        assert output is not None
-        assert output.error is None
-        done[output.request_id] = output
-    manager.stop(keep_for_next_session=keep)
-    return [done[name] for name in names]
-
-
-def tokens(outputs: Sequence[Any]) -> list[list[int]]:
-    return [list(output.generated_tokens) for output in outputs]
-
-
-def own(model: Any, **options: Any) -> list[list[int]]:
-    """What transformers gives by itself."""
-    return tokens(serve(manager_of(model, **options)))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +92,6 @@ def test_sessions_follow_each_other_on_kept_graphs_and_on_new_ones(model: Any, w
         manager.start()
         manager.stop()  # drops the processor, and with it what the graphs were captured over
         model.destroy_cached_continuous_batching_manager()
-        manager.switch_to_cb_friendly_attn(model)
         assert tokens(serve(manager)) == wanted
         assert graphs.runner is not runner
         assert graphs.runner.metrics().hit_rate > 0.7
@@ -306,12 +245,10 @@ def test_kept_batches_prove_the_graphs_and_find_a_leak(model: Any, monkeypatch: 
         manager = manager_of(model)
         with enable(manager, config=ONE_GRAPH, key_sizes=[64], keep_batches=2) as graphs:
             serve(manager, PROMPTS[2:], keep=True)
-            model.set_attn_implementation("paged|sdpa")
             cache = manager.batch_processor.cache
             report = graphs.verify()
             audit = graphs.runner.audit(constants=(cache.key_cache, cache.value_cache))
         model.destroy_cached_continuous_batching_manager()
-        model.set_attn_implementation("paged|sdpa")
         return report, audit
 
     report, audit = verified()
