@@ -43,6 +43,7 @@ def test_every_example_runs_and_prints_what_the_page_says(
 ) -> None:
     if page == "transformers.md":
         pytest.importorskip("transformers", reason="needs transformers")
+        pytest.importorskip("psutil", reason="transformers needs psutil, to know the memory of a CPU")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = list(_BLOCK.finditer(_read(page)))

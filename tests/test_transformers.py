@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import devicegraph as dg
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("psutil", reason="transformers needs psutil, to know the memory of a CPU")
 
 from transformers.generation.continuous_batching import continuous_api  # noqa: E402
 from transformers.generation.continuous_batching.input_outputs import (  # noqa: E402
@@ -104,6 +105,18 @@ def test_log_probabilities_come_through(model: Any) -> None:
     for mine, theirs in zip(got, serve(manager_of(model, return_logprobs=True)), strict=True):
         assert mine.generated_tokens == theirs.generated_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def test_sampling_and_processors_that_are_the_same_for_all_requests_are_captured(
+    model: Any, wanted: list[list[int]]
+) -> None:
+    # Of one candidate, sampling has no choice.
+    only_best = transformers.GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, eos_token_id=-1)
+    manager = manager_of(model, only_best)
+    with enable(manager, config=ONE_GRAPH) as graphs:
+        assert manager.logit_processor.do_processing
+        assert tokens(serve(manager)) == wanted
+        assert graphs.runner.metrics().hit_rate > 0.7
 
 
 @pytest.mark.parametrize(

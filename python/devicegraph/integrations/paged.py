@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedBatch", "PagedEngine", "PagedRunner", "attention_mask", "build_paged_registry", "register_carry_over"]
 
-#: More than any position among the keys: no key and no query token comes after it.
+#: More than any place among query tokens and keys.
 BEHIND_ALL: Final = 2**31 - 1
 
 
@@ -138,23 +138,24 @@ def _cumulative(name: str, source: Any) -> GraphSlot:
 
 
 def attention_mask(batch: PagedBatch, dtype: torch.dtype) -> torch.Tensor:
-    """Which keys each query token sees: those of its own request, up to its own position.
+    """Which keys each query token sees: from the first of its own request up to its own position.
 
-    Padded query tokens and keys belong to one more request, behind the last.
+    Padded query tokens see the key behind all, which is padding, too.
 
     Returns:
         `[1, 1, queries, keys]` of the dtype, to be added to scores: 0, or the least number that it holds.
     """
     queries, keys = batch.input_ids.shape[0], batch.read_index.shape[0] or batch.input_ids.shape[0]
     device = batch.input_ids.device
-    query_order = torch.arange(queries, dtype=torch.int32, device=device)
-    key_order = torch.arange(keys, dtype=torch.int32, device=device)
-    owner_of_query = torch.searchsorted(batch.cu_seq_lens_q[1:], query_order, right=True)
-    owner_of_key = torch.searchsorted(batch.cu_seq_lens_k[1:], key_order, right=True)
-    position_of_key = key_order - batch.cu_seq_lens_k[owner_of_key]
-    is_seen = (owner_of_query[:, None] == owner_of_key) & (position_of_key <= batch.position_ids[:, None])
+    order = torch.arange(max(queries, keys), dtype=torch.int32, device=device)
+    owner = torch.searchsorted(batch.cu_seq_lens_q[1:], order[:queries], right=True)
+    first = batch.cu_seq_lens_k[owner][:, None]
+    last = first + batch.position_ids[:, None]
+    # These are as large as the mask, which may be most of what is free: so in place.
+    is_hidden = order[:keys] < first
+    is_hidden.logical_or_(order[:keys] > last)
     mask = torch.zeros(queries, keys, dtype=dtype, device=device)
-    return mask.masked_fill_(~is_seen, torch.finfo(dtype).min)[None, None]
+    return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[None, None]
 
 
 class PagedEngine:

@@ -52,11 +52,10 @@ _LARGEST_BUCKET: Final = 256
 
 _ATTENTION: Final = ("paged|sdpa", "paged|eager")
 
-#: Poison for `verify`: none for cumulative lengths, which are bound to each other, nor for where padding writes, which
+#: Poison for `verify`: none where query tokens begin, as these places ascend, nor for where padding writes, which
 #: is no free choice. Rows to take logits from must be rows of the bucket, and one with padding has two.
 _POISONS: Final[dict[str, tuple[int, ...]]] = {
     "cu_seq_lens_q": (),
-    "cu_seq_lens_k": (),
     "write_index": (),
     "logits_indices": (0, 1),
 }
