@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("configuration.md", "migrating-options.md", "buckets.md", "metrics.md")
+PAGES = ("configuration.md", "migrating-options.md", "buckets.md", "metrics.md", "transformers.md")
 
 _BLOCK = re.compile(r"^```(?P<language>\w+) ?(?P<file>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,6 +41,9 @@ def _rows(page: str, heading: str) -> Iterator[list[str]]:
 def test_every_example_runs_and_prints_what_the_page_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if page == "transformers.md":
+        pytest.importorskip("transformers", reason="needs transformers")
+        pytest.importorskip("psutil", reason="transformers needs psutil, to know the memory of a CPU")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = list(_BLOCK.finditer(_read(page)))
