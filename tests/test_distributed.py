@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch.distributed as dist
 
 import devicegraph as dg
+from devicegraph import distributed
 from devicegraph.plans import as_text, differences, plan_of
 from engines import ToyEngine, config
 from rank_cases import IMPATIENT_S, STEPS
 
 SCRIPT = Path(__file__).parent / "rank_cases.py"
+PAGE = (Path(__file__).parent.parent / "docs" / "ranks.md").read_text(encoding="utf-8")
 LIVING = (0, 1, 3)
 
 
@@ -97,6 +100,19 @@ the plan of ranks 2, 3 is not that of the others:
 - and 2 more [plans-differ]
 
 hint: start every rank with the same options and engine; graphs that differ would hang in a collective"""
+
+
+def test_the_page_shows_a_refusal_as_it_is() -> None:
+    plans = {rank: as_text({"decode.buckets": "[2, 4]" if rank == 1 else "[2, 4, 8]"}) for rank in range(4)}
+    assert f"- {differences(plans)[0]} [plans-differ]\n" in PAGE
+
+
+def test_the_page_has_every_code() -> None:
+    source = Path(distributed.__file__).read_text(encoding="utf-8")
+    table = PAGE.partition("## When a rank is missing")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE)) == set(re.findall(r'code="([a-z-]+)"', source)) - {
+        "limit-invalid"
+    }
 
 
 # Ranks that are missing.

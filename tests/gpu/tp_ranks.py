@@ -26,7 +26,7 @@ import devicegraph as dg
 LAYERS, HEADS, KV_HEADS, WIDTH, INTERMEDIATE, VOCABULARY, LENGTH, REQUESTS = 2, 8, 4, 8, 96, 128, 32, 4
 HIDDEN = HEADS * WIDTH
 #: Of the largest logit: what another order of summation may make of one.
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 #: Of each request: the prompt, which is fed token by token, and how many tokens there are in the end.
 PROMPTS = (([3, 5, 7], 12), ([11], 9), ([2, 4, 6, 8], 7), ([90, 1], 10))
 #: By its newer name, where it has one.
