@@ -26,7 +26,7 @@ def test_its_tokens_are_those_of_its_own_graphs_and_of_none(attention: str, is_a
     assert own(model, **batching) == wanted
     manager = manager_of(model, **batching)
     with enable(manager, config=CONFIG, key_sizes=[96, 416], keep_batches=4) as graphs:
-        assert graphs.report.executor == "native"
+        assert graphs.report.executor == "node"
         for _ in range(3):
             assert tokens(serve(manager, keep=True)) == wanted
         metrics = graphs.runner.metrics()
