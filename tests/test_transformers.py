@@ -185,6 +185,38 @@ def test_leaving_the_block_stops_a_manager_that_runs(model: Any) -> None:
     assert "_create_batch_processor" not in vars(manager)
 
 
+def test_an_error_in_the_block_stops_the_manager_too(model: Any) -> None:
+    manager = manager_of(model)
+
+    def fail() -> None:
+        with enable(manager, config=NO_GRAPHS):
+            manager.start()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not manager.is_running()
+    assert "_create_batch_processor" not in vars(manager)
+
+
+def test_a_forward_that_cannot_be_captured_leaves_the_manager_as_it_was() -> None:
+    model = model_of()
+    plain = model.forward
+
+    def looks_at_values(**kwargs: Any) -> Any:
+        output = plain(**kwargs)
+        assert output.logits.sum() < 1e9
+        return output
+
+    model.forward = looks_at_values
+    manager = manager_of(model)
+    before = {**vars(manager)}
+    with pytest.raises(dg.CaptureError):
+        enable(manager, config=ONE_GRAPH)
+    assert vars(manager) == before
+    assert all(tokens(serve(manager)))
+
+
 def test_a_manager_has_graphs_once(model: Any) -> None:
     manager = manager_of(model)
     with enable(manager, config=NO_GRAPHS), pytest.raises(dg.ReplayError, match="has graphs already"):

@@ -45,7 +45,7 @@ __all__ = ["KEY_SIZES", "VERSIONS", "ContinuousBatchingGraphs", "enable"]
 VERSIONS: Final = ("5.17.0",)
 
 #: What graphs have room for in keys where nothing is said: 16384 is as far as transformers pads its own.
-KEY_SIZES: Final = (1024, 2048, 4096, 8192, 16384)
+KEY_SIZES: Final = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 
 #: The query tokens of the largest bucket where neither the configuration nor transformers says less.
 _LARGEST_BUCKET: Final = 256
