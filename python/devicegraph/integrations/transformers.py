@@ -192,7 +192,6 @@ class ContinuousBatchingGraphs:
             ReplayError: `manager-running`, or the graphs are closed.
         """
         self._check_stopped("graphs cannot be verified under")
-        self.runner._check_open()
         return verify(self.runner, list(self._kept), poisons=_POISONS)
 
     def close(self) -> None:
