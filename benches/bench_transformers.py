@@ -1,6 +1,6 @@
 """Tokens a second of transformers' continuous batching: with its own graphs, without any, and with these.
 
-    python benches/bench_transformers.py --out FOLDER
+    python benches/bench_transformers.py [--asynchronous] --out FOLDER
     python benches/bench_transformers.py --device cpu --small --out FOLDER    # every path, for its own sake
 
 A random model of Qwen3's 0.6 B form (28 layers, bfloat16) answers 64 requests of 32 prompt tokens with 128 new tokens
@@ -115,18 +115,19 @@ def serve(manager: Any, prompts: Sequence[list[int]], answers: dict[str, list[li
     return seconds
 
 
-def measure(device: torch.device, rounds: int, *, is_small: bool) -> Result:
+def measure(device: torch.device, rounds: int, *, is_small: bool, is_asynchronous: bool) -> Result:
     """Measures all ways."""
     load = SMALL if is_small else FULL
     model = make_model(device, is_small=is_small)
     generator = torch.Generator().manual_seed(1)
     shape = (load.requests, load.prompt_tokens)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+    make = partial(make_manager, model, load, use_async_batching=is_asynchronous)
     managers = {
-        OWN: make_manager(model, load, use_cuda_graph=True),
-        FINE: make_manager(model, load, use_cuda_graph=True, kv_padding_interval_size=2048),
-        NONE: make_manager(model, load, use_cuda_graph=False),
-        OURS: make_manager(model, load, use_cuda_graph=False),
+        OWN: make(use_cuda_graph=True),
+        FINE: make(use_cuda_graph=True, kv_padding_interval_size=2048),
+        NONE: make(use_cuda_graph=False),
+        OURS: make(use_cuda_graph=False),
     }
     answers: dict[str, list[list[int]]] = {}
     with enable(managers[OURS]) as graphs:
@@ -136,7 +137,8 @@ def measure(device: torch.device, rounds: int, *, is_small: bool) -> Result:
         report, metrics = graphs.report, graphs.runner.metrics()
     tokens = load.requests * load.new_tokens
     table = Table(
-        f"{load.requests} requests of {load.prompt_tokens} prompt and {load.new_tokens} new tokens",
+        f"{load.requests} requests of {load.prompt_tokens} prompt and {load.new_tokens} new tokens"
+        f"{', asynchronous batching' if is_asynchronous else ''}",
         [
             {
                 "way": way,
@@ -157,7 +159,7 @@ def measure(device: torch.device, rounds: int, *, is_small: bool) -> Result:
         f"{report.reserved_bytes / 2**20:.0f} MiB; {metrics.hit_rate:.1%} of its steps replayed, "
         f"{metrics.waste:.1%} of their rows padding; eager: {metrics.eager}"
     ]
-    return Result("transformers", str(device), [table], notes)
+    return Result("transformers-asynchronous" if is_asynchronous else "transformers", str(device), [table], notes)
 
 
 def main() -> None:
@@ -165,11 +167,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=positive_integer, default=5)
     parser.add_argument("--small", action="store_true", help="a tiny model and few tokens")
+    parser.add_argument("--asynchronous", action="store_true", help="batching that overlaps host and device (on CUDA)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="write the result there as text and as JSON, too")
     arguments = parser.parse_args()
     device = dg.get_device_adapter(arguments.device).device
-    show(measure(device, arguments.rounds, is_small=arguments.small), arguments)
+    result = measure(device, arguments.rounds, is_small=arguments.small, is_asynchronous=arguments.asynchronous)
+    show(result, arguments)
 
 
 if __name__ == "__main__":

@@ -45,19 +45,19 @@ def manager_of(model: Any, generation: Any = None, **options: Any) -> Any:
 
 
 def serve(manager: Any, prompts: Sequence[Sequence[int]] = PROMPTS, *, keep: bool = False) -> list[Any]:
-    """What a session of the manager gives, in the order of the prompts."""
+    """What a session of the manager gives, in the order of the prompts; then of their forks, where there are any."""
     # As starting does: all prompts are to be there when the first step is made.
     manager.background_thread_status.clear()
     names = manager.add_requests([list(prompt) for prompt in prompts])
     manager.start()
     done: dict[str, Any] = {}
-    while len(done) < len(names):
+    while len(done) < len(names) * manager.num_return_sequences:
         output = manager.get_result(timeout=30)
         assert output is not None
         assert output.error is None
         done[output.request_id] = output
     manager.stop(keep_for_next_session=keep)
-    return [done[name] for name in names]
+    return [done[name] for name in [*names, *sorted(done.keys() - set(names))]]
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:

@@ -110,13 +110,36 @@ def test_log_probabilities_come_through(model: Any) -> None:
 def test_sampling_and_processors_that_are_the_same_for_all_requests_are_captured(
     model: Any, wanted: list[list[int]]
 ) -> None:
-    # Of one candidate, sampling has no choice.
-    only_best = transformers.GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, eos_token_id=-1)
-    manager = manager_of(model, only_best)
+    manager = manager_of(model, only_best())
     with enable(manager, config=ONE_GRAPH) as graphs:
         assert manager.logit_processor.do_processing
         assert tokens(serve(manager)) == wanted
         assert graphs.runner.metrics().hit_rate > 0.7
+
+
+def only_best(**options: Any) -> Any:
+    """Sampling that has no choice."""
+    return transformers.GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, eos_token_id=-1, **options)
+
+
+def test_forks_give_their_own_tokens_and_requests_without_any_run_eagerly(model: Any) -> None:
+    # Until it is forked, a prompt of one token has none in its batch: so there are more requests than query tokens.
+    generation, prompts = only_best(num_return_sequences=3), [[5], [7], [1, 2, 3]]
+    manager = manager_of(model, generation)
+    with enable(manager, config=ONE_GRAPH) as graphs:
+        got = tokens(serve(manager, prompts))
+        metrics = graphs.runner.metrics()
+    assert len(got) == 9
+    assert got == tokens(serve(manager_of(model, generation), prompts))
+    assert metrics.eager == {"variant-unknown": 1}
+
+
+def test_a_cache_that_runs_full_gives_its_own_tokens(model: Any) -> None:
+    prompts = [[3, 4], [9] * 24, [8] * 20, [5], [6] * 30, [7] * 12]
+    manager = manager_of(model, num_blocks=8)
+    with enable(manager, config=ONE_GRAPH) as graphs:
+        assert tokens(serve(manager, prompts)) == tokens(serve(manager_of(model, num_blocks=8), prompts))
+        assert graphs.runner.metrics().replays
 
 
 @pytest.mark.parametrize(
@@ -183,6 +206,38 @@ def test_leaving_the_block_stops_a_manager_that_runs(model: Any) -> None:
             enable(manager)
     assert not manager.is_running()
     assert "_create_batch_processor" not in vars(manager)
+
+
+def test_an_error_in_the_block_stops_the_manager_too(model: Any) -> None:
+    manager = manager_of(model)
+
+    def fail() -> None:
+        with enable(manager, config=NO_GRAPHS):
+            manager.start()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not manager.is_running()
+    assert "_create_batch_processor" not in vars(manager)
+
+
+def test_a_forward_that_cannot_be_captured_leaves_the_manager_as_it_was() -> None:
+    model = model_of()
+    plain = model.forward
+
+    def looks_at_values(**kwargs: Any) -> Any:
+        output = plain(**kwargs)
+        assert output.logits.sum() < 1e9
+        return output
+
+    model.forward = looks_at_values
+    manager = manager_of(model)
+    before = {**vars(manager)}
+    with pytest.raises(dg.CaptureError):
+        enable(manager, config=ONE_GRAPH)
+    assert vars(manager) == before
+    assert all(tokens(serve(manager)))
 
 
 def test_a_manager_has_graphs_once(model: Any) -> None:

@@ -39,7 +39,8 @@ class PagedBatch:
         write_index: `[queries]` int64, where in the cache the keys and values of each query token go.
         cu_seq_lens_q: `[requests + 1]` int32, where the query tokens of each request begin.
         cu_seq_lens_k: `[requests + 1]` int32, where its keys begin.
-        logits_indices: `[requests]` int32, the query tokens whose logits are wanted; 0 for a request that wants none.
+        logits_indices: `[requests]` int32, or `[queries]` if these are fewer: the query tokens whose logits are wanted,
+            and then 0.
         read_index: `[keys]` int64, where in the cache the keys are; empty where all keys are the query tokens' own.
         carry_over_ids: `[max_batch_tokens]` int32, for each query token the one of `prev_output_ids` that it is, or -1;
             None where the host knows all tokens.
@@ -193,9 +194,14 @@ class PagedEngine:
         return batch.input_ids.shape[0], batch.read_index.shape[0]
 
     def variant(self, batch: PagedBatch) -> str | None:
-        """The least room for the keys of a batch; None where there is not enough."""
+        """The least room for the keys of a batch; None where there is not enough, or none for its requests.
+
+        A request that is about to be forked may have no query token, so that there may be more requests than those.
+        """
         room = self.room(batch.read_index.shape[0])
-        return None if room is None else label_of(room)
+        if room is None or batch.cu_seq_lens_q.shape[0] - 1 > batch.input_ids.shape[0]:
+            return None
+        return label_of(room)
 
     def room(self, keys: int) -> int | None:
         """The least room for so many keys; None where there is not enough."""
@@ -208,7 +214,7 @@ class PagedEngine:
         return PagedBatch(**{**views, "read_index": views["read_index"][:keys]})
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        """The next tokens, `[1, requests]` int32, with a second row for the bits of their log probabilities.
+        """The next tokens, `[1, logits]` int32, with a second row for the bits of their log probabilities.
 
         In a graph there is a column for each query token of the bucket.
         """

@@ -45,7 +45,7 @@ __all__ = ["KEY_SIZES", "VERSIONS", "ContinuousBatchingGraphs", "enable"]
 VERSIONS: Final = ("5.17.0",)
 
 #: What graphs have room for in keys where nothing is said: 16384 is as far as transformers pads its own.
-KEY_SIZES: Final = (1024, 2048, 4096, 8192, 16384)
+KEY_SIZES: Final = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 
 #: The query tokens of the largest bucket where neither the configuration nor transformers says less.
 _LARGEST_BUCKET: Final = 256
@@ -192,7 +192,6 @@ class ContinuousBatchingGraphs:
             ReplayError: `manager-running`, or the graphs are closed.
         """
         self._check_stopped("graphs cannot be verified under")
-        self.runner._check_open()
         return verify(self.runner, list(self._kept), poisons=_POISONS)
 
     def close(self) -> None:
@@ -327,13 +326,15 @@ class _Steps:
         inputs, (read_index,) = self._next_inputs(), batch_data["read_index"]
         if self._room is not None:
             read_index = inputs.read_index_storage[0, : self._room]
+        input_ids = batch_data["input_ids"][0]
         batch = PagedBatch(
-            input_ids=batch_data["input_ids"][0],
+            input_ids=input_ids,
             position_ids=batch_data["position_ids"][0],
             write_index=batch_data["write_index"][0],
             cu_seq_lens_q=batch_data["cu_seq_lens_q"],
             cu_seq_lens_k=batch_data["cu_seq_lens_k"],
-            logits_indices=batch_data["logits_indices"],
+            # What is behind the last query token is of earlier batches: no more tokens than those have logits.
+            logits_indices=batch_data["logits_indices"][: input_ids.shape[0]],
             read_index=read_index,
         )
         if self._pairs:
@@ -345,8 +346,8 @@ class _Steps:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if self._kept.maxlen and self.runner.can_run(batch):
                 self._kept.append(batch.copy(inputs.true_read_sizes[0]))
-            requests = batch.logits_indices.shape[0]
-            output_ids[:, :requests].copy_(self.runner.run(batch)[:, :requests])
+            logits = batch.logits_indices.shape[0]
+            output_ids[:, :logits].copy_(self.runner.run(batch)[:, :logits])
 
     def warmup(self, model: Any) -> None:
         """Nothing: graphs are captured already."""
