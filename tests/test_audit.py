@@ -172,6 +172,12 @@ def test_what_is_recorded_at_the_head_of_a_capture_is_audited_too() -> None:
     assert codes(audit_engine(engine, constants=vars(engine))) == ["host-read"]
 
 
+def test_an_engine_in_the_place_of_its_forward_is_refused() -> None:
+    with pytest.raises(dg.ConfigError, match="forward: a `ToyEngine` cannot be called") as caught:
+        dg.audit(ToyEngine(), torch.ones(1))  # type: ignore[arg-type]
+    assert (caught.value.code, caught.value.hint) == ("not-callable", "pass the engine's `forward`")
+
+
 def test_slots_of_a_registry_are_known_and_its_host_slots_are_host_memory() -> None:
     registry = dg.build_decode_registry(
         device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1, cache_loc_dtype=torch.int64

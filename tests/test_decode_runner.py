@@ -463,6 +463,47 @@ def test_a_bucket_that_another_rank_could_not_capture_is_dropped_here_too() -> N
         assert runner.can_run(engine.batch([3] * 3)).code == "bucket-dropped"
 
 
+def test_a_bucket_that_a_variant_lacks_is_dropped_in_all_of_them_where_ranks_vote() -> None:
+    """Ranks with requests of different variants agree on one bucket; each of them must have it."""
+
+    class Lacking(Variants):
+        def vote(self, proposal: dg.Proposal) -> dg.Proposal:
+            return proposal
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            if batch.batch_size == 2 and batch.extras["shift"]:
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+            return super().forward(batch)
+
+    with captured(Lacking(max_bs=4), bs=[1, 2, 4]) as runner:
+        assert {key.size for key in runner.graphs} == {1, 4}
+        labels = runner.hooks.variants
+        assert {key.variant_label for key in runner.graphs} == set(labels)
+        batches = [runner.model_runner.batch([3, 3]) for _ in labels]
+        for batch, label in zip(batches, labels, strict=True):
+            batch.extras["variant"] = label
+        assert {runner.can_run(batch).key.size for batch in batches} == {4}
+
+
+def test_an_error_that_ends_a_vote_is_raised_with_what_had_failed_here_before() -> None:
+    def vote(proposal: dg.Proposal) -> dg.Proposal:
+        raise dg.RankError("rank 1 is gone", code="rank-late", ranks=(1,))
+
+    for failure in (ValueError("here"), torch.OutOfMemoryError("here")):
+        engine = FailsAt(2, failure)
+        engine.vote = vote
+        with runner_for(engine, bs=[2]) as runner:
+            with pytest.raises(dg.RankError, match="rank 1 is gone") as caught:
+                runner.capture()
+            assert isinstance(caught.value.__cause__, dg.CaptureError)
+            assert not runner.graphs
+    engine = ToyEngine(max_bs=2)
+    engine.vote = vote
+    with runner_for(engine, bs=[2]) as runner, pytest.raises(dg.RankError) as caught:
+        runner.capture()
+    assert caught.value.__cause__ is None
+
+
 # Hooks.
 
 

@@ -18,23 +18,13 @@ if TYPE_CHECKING:
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from devicegraph.demo import command  # noqa: E402
-from devicegraph.demo.checkpoint import load_checkpoint  # noqa: E402
-from devicegraph.demo.engine import (  # noqa: E402
-    ATTENTION,
-    Cache,
-    Chunk,
-    DecodeBatch,
-    LlamaEngine,
-    PrefillBatch,
-    register_attention,
-)
-from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
+from devicegraph.demo.batches import DecodeBatch  # noqa: E402
+from devicegraph.demo.engine import Engine  # noqa: E402
 from devicegraph.demo.serve import DemoOptions, run_demo  # noqa: E402
 
 # transformers and its dependencies deprecate things of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
-CPU = torch.device("cpu")
 DISABLED = dg.CudaGraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
 PROMPTS = [
     "one",
@@ -117,6 +107,20 @@ def test_what_the_demo_answers_is_what_transformers_answers_alone(tiny_checkpoin
     assert (result.prefill.checks.decided, result.decode.checks.decided) == (prompts, generated - prompts)
     # Seven prompts for three rows: requests join and leave, and the last ones leave the batch smaller than it was.
     assert {key.size for key in result.decode.metrics.replays} >= {1, 3}
+
+
+def test_steps_that_verify_proposals_are_held_to_eager_too(tiny_checkpoint: Path) -> None:
+    asked = ["one two words one two words one two", "three words here three words here three"]
+    config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [16]}, decode={"bs": [2]})
+    result = run_demo(options(tiny_checkpoint, prompts=asked, config=config, proposals=2, max_new_tokens=10))
+    verify = result.phases["verify"]
+    assert result.ok
+    assert verify.metrics.hit_rate == 1.0
+    assert verify.checks.decided == verify.metrics.raw_rows * 3 > 0  # three tokens for each request
+    assert (
+        result.answers == run_demo(options(tiny_checkpoint, prompts=asked, config=DISABLED, max_new_tokens=10)).answers
+    )
+    assert "\nverify steps    " in command.describe(result)
 
 
 COMPILES = pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
@@ -205,7 +209,12 @@ def test_a_token_that_a_graph_decides_otherwise_fails_the_demo(
     """The check must be able to fail: a graph that computes something else."""
     kind = {"prefill": dg.PrefillCudaGraphRunner, "decode": dg.DecodeCudaGraphRunner}[phase]
     replay = kind._replay
-    monkeypatch.setattr(kind, "_replay", lambda self, *arguments: -replay(self, *arguments))
+
+    def replay_wrongly(self: Any, *arguments: Any) -> Any:
+        output = replay(self, *arguments)
+        return -output if phase == "prefill" else output._replace(token_ids=(output.token_ids + 1) % 2)
+
+    monkeypatch.setattr(kind, "_replay", replay_wrongly)
     arguments = ["--device", "cpu", "--model", str(tiny_checkpoint), "--max-new-tokens", "4"]
     assert run(*arguments, "--prefill", "breakable") == 1
     assert "MISMATCH" in capsys.readouterr().out
@@ -224,7 +233,7 @@ def test_the_demo_has_nothing_for_an_audit_to_find(
         return query[: int(self.seq_lens.max())]
 
     monkeypatch.setattr(DecodeBatch, "attend", attend)
-    monkeypatch.setattr(LlamaEngine, "_check", lambda self: None)
+    monkeypatch.setattr(Engine, "_check", lambda self: None)
     assert run(*arguments) == 1
     printed = capsys.readouterr().out
     assert "prefill: audit on cpu: nothing found\n" in printed
@@ -277,87 +286,6 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     error = refused("--device", "cpu")
     assert (error.code, "devicegraph[demo]" in (error.hint or "")) == ("extra-missing", True)
-
-
-def scheduler_for(requests: list[Request], max_prefill_tokens: int, max_new_tokens: int) -> Scheduler:
-    """For two requests at once, of 8 tokens each; 9 ends one."""
-    cache = Cache(1, (3, 8, 1, 1), torch.float32, CPU)
-    return Scheduler(
-        requests,
-        cache=cache,
-        max_prefill_tokens=max_prefill_tokens,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=frozenset({9}),
-    )
-
-
-def test_requests_get_rows_in_order_and_give_them_back() -> None:
-    requests = [Request("", [10 + i], 1) for i in range(4)]
-    scheduler = scheduler_for(requests, max_prefill_tokens=8, max_new_tokens=2)
-    batch, deciding = scheduler.next_batch()
-    assert isinstance(batch, PrefillBatch)
-    assert batch.chunks == (Chunk(1, 0, 1), Chunk(2, 0, 1))
-    assert deciding == requests[:2]
-    scheduler.append(requests[0], 9)
-    scheduler.append(requests[1], 5)
-    assert scheduler.running == [requests[1]]
-    # The row that was given back goes to the next one, which is prefilled before others go on.
-    batch, deciding = scheduler.next_batch()
-    assert (batch.chunks, deciding) == ((Chunk(1, 0, 1),), [requests[2]])
-    scheduler.append(requests[2], 6)
-    batch, deciding = scheduler.next_batch()
-    assert isinstance(batch, DecodeBatch)
-    assert (batch.batch_size, deciding) == (2, requests[1:3])
-    assert batch.req_pool_indices.tolist() == [2, 1]
-    assert batch.input_ids.tolist() == [5, 6]
-    assert batch.positions.tolist() == [1, 1]
-    assert batch.seq_lens.tolist() == [2, 2]
-    assert batch.out_cache_loc.tolist() == [2 * 8 + 1, 1 * 8 + 1]
-    for request in requests[1:3]:
-        scheduler.append(request, 5)
-    assert scheduler.running == []
-    _, deciding = scheduler.next_batch()
-    scheduler.append(deciding[0], 9)
-    assert scheduler.next_batch() is None
-
-
-def test_prompts_that_do_not_fit_into_a_step_go_on_in_the_next_one() -> None:
-    requests = [Request("", [20, 21, 22], 3), Request("", [30, 31, 32, 33, 34, 35, 36], 7)]
-    scheduler = scheduler_for(requests, max_prefill_tokens=5, max_new_tokens=1)
-    batch, deciding = scheduler.next_batch()
-    assert batch.chunks == (Chunk(1, 0, 3), Chunk(2, 0, 2))
-    assert batch.input_ids.tolist() == [20, 21, 22, 30, 31]
-    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
-    assert batch.out_cache_loc.tolist() == [8, 9, 10, 16, 17]
-    assert batch.last_tokens() == [2, 4]
-    assert deciding == [requests[0], None]
-    scheduler.append(requests[0], 5)
-    batch, deciding = scheduler.next_batch()
-    assert (batch.chunks, deciding) == ((Chunk(2, 2, 5),), [requests[1]])
-    assert batch.input_ids.tolist() == [32, 33, 34, 35, 36]
-
-
-@pytest.mark.parametrize("backend", ["full", "breakable"])
-def test_padding_leaves_the_rows_of_other_requests_alone(tiny_checkpoint: Path, backend: str) -> None:
-    register_attention()
-    checkpoint = load_checkpoint(str(tiny_checkpoint), CPU, ATTENTION)
-    with torch.inference_mode():
-        engine = LlamaEngine(checkpoint.model, CPU, max_requests=4, max_length=16, max_prefill_tokens=16)
-        for held in (*engine.cache.keys, *engine.cache.values):
-            held.normal_()
-        parked = [held[2:].clone() for held in engine.cache.keys]
-        config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [4]}, decode={"backend": backend, "bs": [4]})
-        one, three = torch.ones(1, dtype=torch.int64), torch.arange(3)
-        with (
-            dg.PrefillCudaGraphRunner(engine.prefill, config=config) as prefill,
-            dg.DecodeCudaGraphRunner(engine.decode, config=config) as decode,
-        ):
-            prefill.capture()
-            decode.capture()
-            prefill.run(PrefillBatch(three + 3, three, three + 16, (Chunk(1, 0, 3),), 1, engine.cache))
-            decode.run(DecodeBatch(one * 3, one * 3, one * 19, one * 4, one, 1, engine.cache))
-            assert prefill.metrics().hit_rate == decode.metrics().hit_rate == 1.0
-        assert all(torch.equal(held[2:], kept) for held, kept in zip(engine.cache.keys, parked, strict=True))
 
 
 @pytest.mark.skipif("CI_SKIP_WEIGHTS" in os.environ, reason="CI_SKIP_WEIGHTS is set")

@@ -1,4 +1,4 @@
-"""The pages about configuration, buckets and figures are run, and their tables are those of the code."""
+"""The pages about configuration, buckets, figures and ranks are run, and their tables are those of the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("configuration.md", "migrating-options.md", "buckets.md", "metrics.md")
+PAGES = ("configuration.md", "migrating-options.md", "buckets.md", "metrics.md", "ranks.md", "transformers.md")
 
 _BLOCK = re.compile(r"^```(?P<language>\w+) ?(?P<file>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,6 +41,9 @@ def _rows(page: str, heading: str) -> Iterator[list[str]]:
 def test_every_example_runs_and_prints_what_the_page_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if page == "transformers.md":
+        pytest.importorskip("transformers", reason="needs transformers")
+        pytest.importorskip("psutil", reason="transformers needs psutil, to know the memory of a CPU")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = list(_BLOCK.finditer(_read(page)))
@@ -52,6 +55,8 @@ def test_every_example_runs_and_prints_what_the_page_says(
                     Path(block["file"]).write_text(text)
                 case "python":
                     exec(compile(text, page, "exec"), names)
+                case "text":
+                    pass  # what another process would print
                 case "pycon":
                     example = doctest.DocTestParser().get_doctest(text, names, f"{page}, block {number}", page, 0)
                     runner = doctest.DocTestRunner(verbose=False)

@@ -72,6 +72,7 @@ def test_an_estimate_is_the_first_graph_and_a_line_through_the_second_and_the_la
     assert [estimate.bytes_per_size(size) for size in (4, 32)] == [8 << 20, 15 << 20]
     list_of_two = dg.optimize_buckets({4: 9, 8: 9, 32: 1}, bytes=24 << 20, bytes_per_size=estimate.bytes_per_size)
     assert list_of_two.sizes == (8, 32)
+    assert str(estimate) == "4 graphs: 0.875 s, reserved 124.0 MiB, device 152.0 MiB; estimated from 3"
     one = dg.CaptureEstimate.of(sampled[:1], [64])
     assert (one.seconds, one.reserved_bytes, one.bytes_per_size(64)) == (0.5, 100 << 20, 0)
     assert dg.CaptureEstimate.of(sampled[:2], [64, 48]).reserved_bytes == 112 << 20

@@ -513,8 +513,9 @@ def test_a_closed_or_disabled_runner_has_nothing_to_verify() -> None:
     report = dg.verify(disabled, [engine.batch([3])])
     assert (bool(report), report.skipped) == (False, (dg.SkippedBatch(0, "disabled"),))
     disabled.close()
-    with pytest.raises(dg.ReplayError, match="closed"):
-        dg.verify(disabled, [engine.batch([3])])
+    for batches in ([engine.batch([3])], []):
+        with pytest.raises(dg.ReplayError, match="closed"):
+            dg.verify(disabled, batches)
 
 
 # Prefill, and backends with breaks.

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from devicegraph.devices import UpdatableCall as UpdatableCall
     from devicegraph.devices import get_device_adapter as get_device_adapter
     from devicegraph.devices.accelerator import AcceleratorDevice as AcceleratorDevice
+    from devicegraph.distributed import RankGroup as RankGroup
     from devicegraph.engine import Limits as Limits
     from devicegraph.engine import ModelRunner as ModelRunner
     from devicegraph.engine import StaticBatch as StaticBatch
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from devicegraph.errors import CaptureError as CaptureError
     from devicegraph.errors import ConfigError as ConfigError
     from devicegraph.errors import DeviceGraphError as DeviceGraphError
+    from devicegraph.errors import RankError as RankError
     from devicegraph.errors import ReplayError as ReplayError
     from devicegraph.errors import SlotError as SlotError
     from devicegraph.fill import grouped_foreach_copy_ as grouped_foreach_copy_
@@ -180,6 +182,7 @@ _MODULES = {
         "get_device_adapter",
     ),
     "devices.accelerator": ("AcceleratorDevice",),
+    "distributed": ("RankGroup",),
     "engine": (
         "Limits",
         "ModelRunner",
@@ -191,6 +194,7 @@ _MODULES = {
         "CaptureError",
         "ConfigError",
         "DeviceGraphError",
+        "RankError",
         "ReplayError",
         "SlotError",
     ),

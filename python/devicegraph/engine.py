@@ -146,6 +146,7 @@ class Hooks:
         barrier: `barrier()`, aligns the tensor-parallel ranks before each warm-up, and whenever `breakable` has
             captured a segment.
         vote: `vote(proposal) -> proposal`, makes the data-parallel ranks agree; None where there is nobody to ask.
+            `RankGroup` has this hook and the two beside it for ranks in processes of their own.
         rank: 0 shows progress.
         streams_per_graph: how many streams of the device a captured forward takes, 1 by default: more where it forks
             side streams or communicates. Where a device has few streams, this limits how many buckets are captured.

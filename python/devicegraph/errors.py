@@ -9,7 +9,15 @@ if TYPE_CHECKING:
 
     from devicegraph._core import ConfigIssue
 
-__all__ = ["BackendError", "CaptureError", "ConfigError", "DeviceGraphError", "ReplayError", "SlotError"]
+__all__ = [
+    "BackendError",
+    "CaptureError",
+    "ConfigError",
+    "DeviceGraphError",
+    "RankError",
+    "ReplayError",
+    "SlotError",
+]
 
 
 class DeviceGraphError(Exception):
@@ -115,3 +123,16 @@ class CaptureError(DeviceGraphError, RuntimeError):
 
 class ReplayError(DeviceGraphError, RuntimeError):
     """A replay that would break its contract: a moved address, a closed runner, a stale output, an unknown size."""
+
+
+class RankError(DeviceGraphError, RuntimeError):
+    """Ranks that do not act together: one that is late, has left, does something else, or has another plan.
+
+    Attributes:
+        ranks: those that it is about, ascending, as `torch.distributed` counts in the whole job; none where that is not
+            known.
+    """
+
+    def __init__(self, message: str, *, code: str, hint: str | None = None, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message, code=code, hint=hint)
+        self.ranks = tuple(ranks)

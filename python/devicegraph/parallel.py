@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["Proposal", "agree"]
 
@@ -20,11 +20,13 @@ class Proposal:
         size: in a step, the live size on this rank in units of the bucket (requests in decode, tokens in prefill), 0
             when it is idle; after a captured bucket, the bucket.
         failed: after a bucket, whether this rank gives up with an error; as a result, whether any does.
+        against: as a result, the ranks because of which there is no graph, where the vote knows them; for messages.
     """
 
     graph: bool
     size: int
     failed: bool = False
+    against: tuple[int, ...] = ()
 
 
 def agree(proposals: Iterable[Proposal]) -> Proposal:
@@ -39,3 +41,8 @@ def agree(proposals: Iterable[Proposal]) -> Proposal:
         size=max((p.size for p in gathered), default=0),
         failed=any(p.failed for p in gathered),
     )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, in a message."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

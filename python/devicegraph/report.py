@@ -62,7 +62,7 @@ class InputBuffer:
 
 @dataclass(frozen=True)
 class CaptureEstimate:
-    """What a capture is going to take, from three graphs that were captured and dropped again.
+    """What a capture is going to take, from three graphs that were captured and dropped again; prints as one line.
 
     The first graph in order of capture pays for the memory that all of them share: its bytes are taken as they were
     measured. Those of the others lie on the line through the second graph and the last, by size. So do the seconds of
@@ -107,6 +107,10 @@ class CaptureEstimate:
         if per_row < 0:
             constant, per_row = max(values[1:]), 0.0
         return max(round(constant + per_row * size), 0)
+
+    def __str__(self) -> str:
+        memory = f"reserved {format_bytes(self.reserved_bytes)}, device {format_bytes(self.device_bytes)}"
+        return f"{self.graphs} graphs: {self.seconds:.3f} s, {memory}; estimated from {len(self.sampled)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain values."""

@@ -13,6 +13,8 @@ from devicegraph.auditing.watch import Watch
 from devicegraph.backends.split_ops import split_operators
 from devicegraph.config import Backend
 from devicegraph.devices import get_device_adapter
+from devicegraph.errors import ConfigError
+from devicegraph.slots import unchecked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +65,14 @@ def audit(
 
     Raises:
         BackendError: the device is not available here.
+        ConfigError: `not-callable`: `forward` is an engine, or something else that cannot be called; nothing was run.
     """
+    if not callable(unchecked(forward)):
+        raise ConfigError(
+            f"forward: a `{type(forward).__name__}` cannot be called",
+            code="not-callable",
+            hint="pass the engine's `forward`",
+        )
     if device is None:
         device = _device_of(_values(batch, kind=torch.Tensor)) if registry is None else registry.device
     adapter = get_device_adapter(device)

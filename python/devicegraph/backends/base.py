@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeV
 import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
-from devicegraph.errors import BackendError, CaptureError
+from devicegraph.errors import BackendError, CaptureError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -286,6 +286,8 @@ def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> Capture
         seen = seen.__cause__ or seen.__context__
     if isinstance(cause, CaptureError):
         code, message, hint, operator = cause.code, cause.message, cause.hint, cause.operator
+    elif isinstance(cause, RankError):
+        code, message, hint, operator = cause.code, cause.message, cause.hint, None
     else:
         code = "out-of-memory" if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) else "forward-failed"
         message, hint, operator = _one_line(cause), _HINTS[code], None

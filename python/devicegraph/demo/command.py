@@ -51,6 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-prefill-tokens", type=positive_integer, default=128, help="of prompts in one step (default: %(default)s)"
     )
+    parser.add_argument(
+        "--proposals",
+        metavar="TOKENS",
+        type=positive_integer,
+        default=0,
+        help="that are proposed for each request in a step, and verified in one (default: none)",
+    )
+    parser.add_argument(
+        "--draft-layers",
+        metavar="LAYERS",
+        type=positive_integer,
+        help="of the model, that propose (default: prompt lookup)",
+    )
     parser.add_argument("--audit", action="store_true", help="audit both forwards instead of serving")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -84,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         max_requests=arguments.max_requests,
         max_prefill_tokens=arguments.max_prefill_tokens,
+        proposals=arguments.proposals,
+        draft_layers=arguments.draft_layers,
     )
     if arguments.audit:
         reports = audit_demo(options)

@@ -1,19 +1,23 @@
-"""First come, first served: requests wait for a row of the cache, run until they are done, and give the row back."""
+"""Who runs in a step: requests wait for blocks, run until they are done, and may have to step back for older ones."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from devicegraph.demo.engine import Chunk, DecodeBatch, PrefillBatch
+from devicegraph.demo.batches import DecodeBatch, PrefillBatch
+from devicegraph.demo.blocks import BlockManager
+from devicegraph.demo.sampling import Sampling
+from devicegraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from devicegraph.demo.engine import Cache
+    from devicegraph.demo.blocks import Cache
 
 
 @dataclass(eq=False)
@@ -21,18 +25,32 @@ class Request:
     """One prompt and what was generated for it.
 
     Attributes:
-        prompt: the text.
         token_ids: the prompt's tokens, and behind them those generated.
         prompt_tokens: how many of them are the prompt's.
-        row: its row of the cache while it runs.
-        cached: tokens whose keys and values are in the cache, or are written there by the step under way.
+        max_new_tokens: generated at most.
+        eos_token_ids: what ends it.
+        sampling: how its tokens are chosen.
+        finish: why it ended: `stop` by one of its last tokens, `length` by their number; None while it is not done.
+        preemptions: how often it had to give its blocks to an older one.
+        blocks: those that it holds, in order.
+        cached: tokens of a prompt whose keys and values are in the cache, or are written there by the step under way.
+        row: its row of the decode batch, or None.
     """
 
-    prompt: str
     token_ids: list[int]
     prompt_tokens: int
-    row: int = 0
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    finish: Literal["stop", "length"] | None = None
+    preemptions: int = 0
+    blocks: list[int] = field(default_factory=list, repr=False)
     cached: int = 0
+    row: int | None = None
+    source: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.source = random.Random(self.sampling.seed)
 
     @property
     def generated(self) -> list[int]:
@@ -40,100 +58,221 @@ class Request:
         return self.token_ids[self.prompt_tokens :]
 
     @property
-    def prompt_left(self) -> int:
-        """Tokens of the prompt that are still to be prefilled."""
-        return max(self.prompt_tokens - self.cached, 0)
+    def limit(self) -> int:
+        """Tokens that it has at most."""
+        return self.prompt_tokens + self.max_new_tokens
 
 
 class Scheduler:
-    """Who runs now: as long as there are prompts and rows for them, they are prefilled; else the requests decode.
+    """Prompts and decoding take turns, so that a long prompt, which goes in chunks, holds nobody up for long.
 
     Args:
-        requests: all requests, in order of arrival.
-        cache: the engine's; requests get its rows from 1 on, since row 0 is the padding's.
-        max_prefill_tokens: tokens of a prefill step; a prompt that does not fit in goes on in the next step.
-        max_new_tokens: tokens generated for a request at most.
-        eos_token_ids: what ends a request.
+        cache: whose blocks it gives to requests.
+        max_requests: that run at once.
+        max_length: tokens of a request, generated ones included.
+        max_prefill_tokens: tokens of a prefill step; a prompt that does not fit in goes on in a later one.
+        proposals: tokens that a step may verify for each request.
 
     Attributes:
-        running: the requests that have a row, in the order of the batch.
+        running: the requests that hold blocks, in order of admission.
+        decoding: those of them whose prompts are cached, in the order of the decode batch.
     """
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        *,
-        cache: Cache,
-        max_prefill_tokens: int,
-        max_new_tokens: int,
-        eos_token_ids: frozenset[int],
+        self, cache: Cache, *, max_requests: int, max_length: int, max_prefill_tokens: int, proposals: int = 0
     ) -> None:
         self.running: list[Request] = []
-        self._waiting = deque(requests)
+        self.decoding: list[Request] = []
+        self._waiting: deque[Request] = deque()
         self._cache = cache
-        self._free_rows = deque(range(1, cache.rows))
+        self._manager = BlockManager(cache.blocks)
+        self._max_requests = max_requests
+        self._max_length = max_length
         self._max_prefill_tokens = max_prefill_tokens
-        self._max_new_tokens = max_new_tokens
-        self._eos_token_ids = eos_token_ids
+        self._proposals = proposals
+        self._has_prefilled = False
+        #: Blocks that a row of the decode batch has room for; what verification looks at behind a request's end is 0.
+        self.table_width = -(-(max_length + proposals) // cache.block_size)
+        self._tables = torch.zeros(max_requests, self.table_width, dtype=torch.int32)
+        self._ahead = torch.arange(proposals + 1)
 
-    def next_batch(self) -> tuple[PrefillBatch | DecodeBatch, list[Request | None]] | None:
-        """The next step, or None when every request is done.
+    def submit(self, request: Request) -> None:
+        """Lets a request wait for its turn.
+
+        Raises:
+            ConfigError: `prompt-empty`; `limit-invalid` for fewer than one new token; `prompt-too-long` for one that
+                could never run to its end.
+        """
+        if not request.token_ids:
+            raise ConfigError("the prompt has no token", code="prompt-empty")
+        if request.max_new_tokens < 1:
+            message = f"max_new_tokens: {request.max_new_tokens} is not an integer from 1 on"
+            raise ConfigError(message, code="limit-invalid")
+        room = min(self._max_length, self._manager.total * self._cache.block_size)
+        if request.limit > room:
+            raise ConfigError(
+                f"a prompt of {request.prompt_tokens} tokens and {request.max_new_tokens} new ones take "
+                f"{request.limit}, a request has {room}",
+                code="prompt-too-long",
+                hint="shorten the prompt, lower `max_new_tokens`, or give the engine more blocks or a larger length",
+            )
+        self._waiting.append(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request is done."""
+        return not self.running and not self._waiting
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._manager.free
+
+    def prefill_batch(self) -> tuple[PrefillBatch, list[Request]] | None:
+        """A step of prompts, where there are any and it is their turn.
 
         Returns:
-            The batch, and for each of its chunks or rows the request that its last token's logits decide for: None
-            for a chunk that does not end its prompt.
+            The batch, and the requests whose prompts end in it, for which it decides the next token.
         """
-        while self._waiting and self._free_rows:
-            request = self._waiting.popleft()
-            request.row = self._free_rows.popleft()
-            self.running.append(request)
-        if any(request.prompt_left for request in self.running):
-            return self._prefill()
-        return self._decode() if self.running else None
-
-    def append(self, request: Request, token_id: int) -> None:
-        """Adds a token to a running request, which leaves and gives its row back when it is done."""
-        request.token_ids.append(token_id)
-        full = len(request.generated) >= self._max_new_tokens or len(request.token_ids) >= self._cache.max_length
-        if full or token_id in self._eos_token_ids:
-            self.running.remove(request)
-            self._free_rows.append(request.row)
-
-    def _prefill(self) -> tuple[PrefillBatch, list[Request | None]]:
-        chunks: list[Chunk] = []
-        deciding: list[Request | None] = []
+        self._admit()
+        prompts = [request for request in self.running if request.row is None]
+        if not prompts or (self._has_prefilled and self.decoding):
+            self._has_prefilled = False
+            return None
+        self._has_prefilled = True
         token_ids: list[int] = []
-        for request in self.running:
-            length = min(request.prompt_left, self._max_prefill_tokens - len(token_ids))
-            if length:
-                token_ids += request.token_ids[request.cached : request.cached + length]
-                chunks.append(Chunk(request.row, request.cached, length))
-                request.cached += length
-                deciding.append(None if request.prompt_left else request)
-        input_ids, positions, out_cache_loc = self._to_device(
-            token_ids,
-            [start + i for _, start, length in chunks for i in range(length)],
-            [self._location(row, start + i) for row, start, length in chunks for i in range(length)],
+        chunks: list[tuple[int, int]] = []
+        decides: list[int] = []
+        deciding: list[Request] = []
+        for request in prompts:
+            length = min(len(request.token_ids) - request.cached, self._max_prefill_tokens - len(token_ids))
+            if length == 0:
+                break
+            token_ids += request.token_ids[request.cached : request.cached + length]
+            chunks.append((request.cached, length))
+            request.cached += length
+            if request.cached == len(request.token_ids):
+                decides.append(len(token_ids) - 1)
+                deciding.append(request)
+        tables = _padded([request.blocks for request in prompts[: len(chunks)]])
+        owners = torch.arange(len(chunks)).repeat_interleave(torch.tensor([length for _, length in chunks]))
+        positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+        batch = PrefillBatch(
+            torch.tensor(token_ids),
+            positions,
+            self._cache.locations(tables[owners], positions[:, None])[:, 0],
+            tables,
+            chunks,
+            len(chunks),
+            self._cache,
+            decides,
         )
-        return PrefillBatch(input_ids, positions, out_cache_loc, tuple(chunks), len(chunks), self._cache), deciding
+        return batch, deciding
 
-    def _decode(self) -> tuple[DecodeBatch, list[Request | None]]:
-        running = list(self.running)
-        input_ids, positions, out_cache_loc, seq_lens, rows = self._to_device(
-            [request.token_ids[-1] for request in running],
-            [request.cached for request in running],
-            [self._location(request.row, request.cached) for request in running],
-            [request.cached + 1 for request in running],
-            [request.row for request in running],
+    def make_room(self, tokens: int) -> None:
+        """Gives each request of `decoding` the blocks for so many more tokens, its last one included.
+
+        Where none are free the youngest request gives its own back: it waits first in line, to go through the model
+        again from its start.
+        """
+        size = self._cache.block_size
+        for request in self.running.copy():
+            if len(request.token_ids) + tokens - 1 <= len(request.blocks) * size:
+                continue
+            wanted = self._blocks_for(min(len(request.token_ids) + tokens - 1, request.limit))
+            while request.row is not None and len(request.blocks) < wanted:
+                if self._manager.free:
+                    (block,) = self._manager.take(1)
+                    self._tables[request.row, len(request.blocks)] = block
+                    request.blocks.append(block)
+                else:
+                    self._preempt(self.running[-1])
+
+    def decode_batch(self, proposals: Sequence[Sequence[int]] | None = None) -> DecodeBatch:
+        """A step of `decoding`, for which there is room.
+
+        Args:
+            proposals: what may follow the last token of each request, as many tokens as the scheduler was made for;
+                None to decode one token.
+        """
+        requests = self.decoding
+        count = len(requests)
+        if proposals is None:
+            token_ids = [request.token_ids[-1] for request in requests]
+            ahead = self._ahead[:1]
+        else:
+            token_ids = []
+            for request, proposed in zip(requests, proposals, strict=True):
+                token_ids += [request.token_ids[-1], *proposed]
+            ahead = self._ahead
+        lengths = torch.tensor([len(request.token_ids) for request in requests])
+        positions = lengths[:, None] - 1 + ahead
+        tables = self._tables[:count]
+        return DecodeBatch(
+            torch.tensor(token_ids),
+            positions.flatten(),
+            self._cache.locations(tables, positions).flatten(),
+            lengths + (len(ahead) - 1),
+            tables,
+            count,
+            self._cache,
         )
-        for request in running:
-            request.cached += 1
-        batch = DecodeBatch(input_ids, positions, out_cache_loc, seq_lens, rows, len(running), self._cache)
-        return batch, [*running]
 
-    def _location(self, row: int, position: int) -> int:
-        return row * self._cache.max_length + position
+    def append(self, request: Request, token_ids: Sequence[int]) -> list[int]:
+        """Adds what was decided for a running request, which leaves when it is done; a first token lets it decode.
 
-    def _to_device(self, *columns: list[int]) -> tuple[torch.Tensor, ...]:
-        """A tensor of each list, in one transfer."""
-        return torch.tensor(columns).to(self._cache.device).unbind()
+        Returns:
+            The tokens up to the request's end.
+        """
+        added: list[int] = []
+        for token_id in token_ids:
+            added.append(token_id)
+            request.token_ids.append(token_id)
+            if token_id in request.eos_token_ids:
+                request.finish = "stop"
+            elif len(request.token_ids) == request.limit:
+                request.finish = "length"
+            if request.finish is not None:
+                self._leave(request)
+                return added
+        if request.row is None:
+            request.row = len(self.decoding)
+            self.decoding.append(request)
+            self._tables[request.row, : len(request.blocks)] = torch.tensor(request.blocks)
+        return added
+
+    def _admit(self) -> None:
+        while self._waiting and len(self.running) < self._max_requests:
+            wanted = self._blocks_for(len(self._waiting[0].token_ids) + 1)
+            if wanted > self._manager.free:
+                break
+            request = self._waiting.popleft()
+            request.blocks += self._manager.take(wanted)
+            self.running.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        request.cached = 0
+        request.preemptions += 1
+        self._waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._manager.give_back(request.blocks)
+        if request.row is not None:
+            # The rows of the batch stay without gaps: the last one takes the place.
+            last = self.decoding.pop()
+            if last is not request:
+                self.decoding[request.row] = last
+                self._tables[request.row] = self._tables[len(self.decoding)]
+                last.row = request.row
+            self._tables[len(self.decoding)] = 0
+            request.row = None
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._cache.block_size)
+
+
+def _padded(rows: Sequence[list[int]]) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)

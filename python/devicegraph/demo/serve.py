@@ -1,27 +1,30 @@
-"""Serving prompts through a runner for each phase, and holding every step to the eager forward."""
+"""What `devicegraph demo` runs: prompts through the engine, with every step held to the eager forward."""
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devicegraph.config import CudaGraphConfig
 from devicegraph.demo.checkpoint import load_checkpoint
-from devicegraph.demo.engine import ATTENTION, LlamaEngine, PrefillBatch, register_attention
-from devicegraph.demo.scheduler import Request, Scheduler
+from devicegraph.demo.engine import EAGER, Engine
+from devicegraph.demo.graphs import DecodeOutput
+from devicegraph.demo.model import ATTENTION, register_attention
 from devicegraph.devices import get_device_adapter
 from devicegraph.errors import ConfigError
-from devicegraph.runners.decode import DecodeCudaGraphRunner
-from devicegraph.runners.prefill import PrefillCudaGraphRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from devicegraph.auditing import AuditReport
+    from devicegraph.config import CudaGraphConfig
     from devicegraph.demo.checkpoint import Checkpoint
+    from devicegraph.demo.engine import Step
+    from devicegraph.demo.scheduler import Request
     from devicegraph.metrics import StepMetrics
     from devicegraph.report import CaptureReport
     from devicegraph.runners.base import BaseCudaGraphRunner
@@ -80,21 +83,22 @@ class DemoResult:
     device: str
     config: CudaGraphConfig
     answers: list[Answer]
-    prefill: PhaseResult
-    decode: PhaseResult
+    phases: dict[Step, PhaseResult]
 
     @property
-    def phases(self) -> dict[Literal["prefill", "decode"], PhaseResult]:
-        """Both phases by name."""
-        return {"prefill": self.prefill, "decode": self.decode}
+    def prefill(self) -> PhaseResult:
+        """What prefill steps did."""
+        return self.phases["prefill"]
+
+    @property
+    def decode(self) -> PhaseResult:
+        """What decode steps did."""
+        return self.phases["decode"]
 
     @property
     def ok(self) -> bool:
         """Whether every token that a graph decided is the one that the eager forward decides."""
         return not any(phase.checks.mismatches for phase in self.phases.values())
-
-
-_EAGER = CudaGraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class DemoOptions:
         max_new_tokens: tokens generated for each prompt at most.
         max_requests: prompts served at once.
         max_prefill_tokens: tokens of prompts that go through the model in one step.
+        proposals: tokens that are proposed for a request in a step; 0 for none.
+        draft_layers: how many of the model's layers draft them; None for prompt lookup.
     """
 
     prompts: Sequence[str]
@@ -118,6 +124,8 @@ class DemoOptions:
     max_new_tokens: int = 48
     max_requests: int = 6
     max_prefill_tokens: int = 128
+    proposals: int = 0
+    draft_layers: int | None = None
 
 
 def run_demo(options: DemoOptions) -> DemoResult:
@@ -128,93 +136,55 @@ def run_demo(options: DemoOptions) -> DemoResult:
         CaptureError: the model cannot be captured.
         ConfigError: the prompts do not fit into the model.
     """
-    register_attention()
-    device = get_device_adapter(options.device).device
-    return serve(load_checkpoint(options.model, device, ATTENTION), options)
+    return serve(_load(options), options)
 
 
 def audit_demo(options: DemoOptions) -> dict[str, AuditReport]:
     """Loads a model and audits the forwards of both phases as they would be captured; see `run_demo`."""
-    register_attention()
-    checkpoint = load_checkpoint(options.model, get_device_adapter(options.device).device, ATTENTION)
-    requests = [_make_request(checkpoint, prompt) for prompt in options.prompts]
+    checkpoint = _load(options)
     with torch.inference_mode():
-        engine = _make_engine(checkpoint, options, requests)
-        with (
-            PrefillCudaGraphRunner(engine.prefill, config=options.config) as prefill_runner,
-            DecodeCudaGraphRunner(engine.decode, config=options.config) as decode_runner,
-        ):
-            return {"prefill": prefill_runner.audit(), "decode": decode_runner.audit()}
+        engine = _make_engine(checkpoint, options, [_prompt(checkpoint, prompt) for prompt in options.prompts])
+        return {name: runner.audit() for name, runner in engine.runners.items()}
 
 
 def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
     """Serves the prompts of `options` with a model that is loaded, on the device where it lies; see `run_demo`."""
-    requests = [_make_request(checkpoint, prompt) for prompt in options.prompts]
-    with torch.inference_mode():
-        engine = _make_engine(checkpoint, options, requests)
-        scheduler = Scheduler(
-            requests,
-            cache=engine.cache,
-            max_prefill_tokens=options.max_prefill_tokens,
-            max_new_tokens=options.max_new_tokens,
-            eos_token_ids=_eos_token_ids(checkpoint),
-        )
-        with (
-            PrefillCudaGraphRunner(engine.prefill, config=options.config) as prefill_runner,
-            DecodeCudaGraphRunner(engine.decode, config=options.config) as decode_runner,
-        ):
-            prefill = _Phase(prefill_runner, PrefillCudaGraphRunner(engine.prefill, config=_EAGER))
-            decode = _Phase(decode_runner, DecodeCudaGraphRunner(engine.decode, config=_EAGER))
-            _run_all(engine, scheduler, prefill, decode)
-            return DemoResult(
-                checkpoint.name,
-                str(engine.device),
-                options.config,
-                [_answer(checkpoint, request) for request in requests],
-                prefill.finish(),
-                decode.finish(),
-            )
+    prompts = [_prompt(checkpoint, prompt) for prompt in options.prompts]
+    engine = _make_engine(checkpoint, options, prompts)
+    plain = engine.make_runners(EAGER)
+
+    def decided_by(kind: Step, batch: Any, output: Any) -> DecodeOutput:
+        if kind == "draft":
+            return DecodeOutput(output, output)
+        if kind != "prefill":
+            return output  # type: ignore[no-any-return]
+        # Only the last token of a prompt decides the next one.
+        logits = engine.model.head(output[list(batch.decides)])
+        return DecodeOutput(logits.argmax(-1), logits)
+
+    try:
+        with torch.inference_mode():
+            phases = {
+                kind: CheckedPhase(runner, plain[kind], partial(decided_by, kind))
+                for kind, runner in engine.runners.items()
+            }
+        engine.run = {kind: phase.run for kind, phase in phases.items()}
+        requests = [
+            engine.submit(prompt, max_new_tokens=options.max_new_tokens, eos_token_ids=_eos_token_ids(checkpoint))
+            for prompt in prompts
+        ]
+        for _ in engine.stream():
+            pass
+        answers = [
+            _answer(checkpoint, prompt, request) for prompt, request in zip(options.prompts, requests, strict=True)
+        ]
+        results = {kind: phase.finish() for kind, phase in phases.items()}
+    finally:
+        engine.close()
+    return DemoResult(checkpoint.name, str(engine.model.device), options.config, answers, results)
 
 
-def _make_engine(checkpoint: Checkpoint, options: DemoOptions, requests: Sequence[Request]) -> LlamaEngine:
-    return LlamaEngine(
-        checkpoint.model,
-        checkpoint.model.device,
-        max_requests=min(options.max_requests, len(requests)),
-        max_length=_max_length(checkpoint, requests, options.max_new_tokens),
-        max_prefill_tokens=options.max_prefill_tokens,
-    )
-
-
-def _max_length(checkpoint: Checkpoint, requests: Sequence[Request], max_new_tokens: int) -> int:
-    """Tokens of a row of the cache: a multiple of 16, so that attention's rows are aligned on every device."""
-    longest = max(request.prompt_tokens for request in requests) + max_new_tokens
-    max_length = -(-longest // 16) * 16
-    limit = getattr(checkpoint.model.config, "max_position_embeddings", max_length)
-    if max_length > limit:
-        raise ConfigError(
-            f"the longest prompt and its answer take {longest} tokens, the model has {limit} positions",
-            code="prompt-too-long",
-            hint="shorten the prompts, or lower `--max-new-tokens`",
-        )
-    return int(max_length)
-
-
-def _run_all(engine: LlamaEngine, scheduler: Scheduler, prefill: _Phase, decode: _Phase) -> None:
-    while (step := scheduler.next_batch()) is not None:
-        batch, requests = step
-        if isinstance(batch, PrefillBatch):
-            # Only the last token of a prompt decides the next one.
-            last = [row for row, request in zip(batch.last_tokens(), requests, strict=True) if request is not None]
-            token_ids = prefill.step(batch, lambda hidden, last=last: engine.logits(hidden[last]))  # type: ignore[misc]
-        else:
-            token_ids = decode.step(batch, lambda logits: logits)
-        deciding = [request for request in requests if request is not None]
-        for request, token_id in zip(deciding, token_ids, strict=True):
-            scheduler.append(request, token_id)
-
-
-class _Phase:
+class CheckedPhase:
     """The steps of one phase. Each runs three times: raw and eager, through the graph, and padded and eager.
 
     The raw run comes first and the padded one last, so that between two steps the cache holds what the graph wrote.
@@ -222,42 +192,50 @@ class _Phase:
     Args:
         runner: captures the phase.
         plain: a runner of the same phase without graphs.
+        decided_by: the tokens that a batch and its output decide, and the logits that they were decided by.
     """
 
-    def __init__(self, runner: BaseCudaGraphRunner, plain: BaseCudaGraphRunner) -> None:
+    def __init__(
+        self,
+        runner: BaseCudaGraphRunner,
+        plain: BaseCudaGraphRunner,
+        decided_by: Callable[[Any, Any], DecodeOutput],
+    ) -> None:
         self._runner = runner
         self._plain = plain
+        self._decided_by = decided_by
         self._result = PhaseResult(runner.capture(), runner.metrics())
 
-    def step(self, batch: Any, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-        """Runs a batch, and returns the tokens that its logits decide for."""
+    def run(self, batch: Any) -> Any:
+        """Runs a batch, and returns what the graph made of it."""
         result, checks = self._result, self._result.checks
         if not result.tokens:
-            self._plain.run(batch)  # what is loaded by the first run of all is no step's time
-        raw, eager_seconds = self._timed(self._plain, batch)
-        raw_tokens = logits_of(raw).argmax(-1)
+            self._plain.run(copy.copy(batch))  # what is loaded by the first run of all is no step's time
+        # An eager step brings the fields of its batch over, and a fill takes them from the host.
+        raw, eager_seconds = self._timed(self._plain, copy.copy(batch))
+        raw_tokens = self._decided_by(batch, raw).token_ids
         decision = self._runner.can_run(batch)
-        output, graph_seconds = self._timed(self._runner, batch)
-        tokens = logits_of(output).argmax(-1)
+        output, graph_seconds = self._timed(self._runner, copy.copy(batch))
+        tokens, logits = self._decided_by(batch, output)
         result.tokens += len(batch.input_ids)
         result.eager_seconds += eager_seconds
         result.graph_seconds += graph_seconds
         if decision:
             # Borrowed: the output is a view into the graph's memory, which nothing replays before it is read.
-            padded = self._plain.run(self._runner.replay_prepare(batch, decision))[: len(output)]
-            checks.decided += len(tokens)
-            checks.mismatches += int((logits_of(padded).argmax(-1) != tokens).sum())
-            checks.bitwise += int(torch.equal(padded, output))
+            padded = self._plain.run(self._runner.replay_prepare(batch, decision))
+            again = self._decided_by(batch, padded)
+            checks.decided += tokens.numel()
+            checks.mismatches += int((again.token_ids[: len(tokens)] != tokens).sum())
+            checks.bitwise += int(torch.equal(again.logits[: len(tokens)], logits))
             checks.raw_differences += int((raw_tokens != tokens).sum())
-        token_ids: list[int] = tokens.tolist()
-        return token_ids
+        return output
 
     def finish(self) -> PhaseResult:
         """What was done so far."""
         self._result.metrics = self._runner.metrics()
         return self._result
 
-    def _timed(self, runner: BaseCudaGraphRunner, batch: Any) -> tuple[torch.Tensor, float]:
+    def _timed(self, runner: BaseCudaGraphRunner, batch: Any) -> tuple[Any, float]:
         runner.adapter.synchronize()
         started = time.perf_counter()
         output = runner.run(batch)
@@ -265,19 +243,48 @@ class _Phase:
         return output, time.perf_counter() - started
 
 
-def _answer(checkpoint: Checkpoint, request: Request) -> Answer:
+def _load(options: DemoOptions) -> Checkpoint:
+    register_attention()
+    return load_checkpoint(options.model, get_device_adapter(options.device).device, ATTENTION)
+
+
+def _make_engine(checkpoint: Checkpoint, options: DemoOptions, prompts: Sequence[list[int]]) -> Engine:
+    return Engine(
+        checkpoint.model,
+        config=options.config,
+        max_requests=min(options.max_requests, len(prompts)),
+        max_length=_max_length(checkpoint, prompts, options.max_new_tokens),
+        max_prefill_tokens=options.max_prefill_tokens,
+        proposals=options.proposals,
+        draft_layers=options.draft_layers,
+    )
+
+
+def _max_length(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> int:
+    longest = max(map(len, prompts)) + max_new_tokens
+    limit = getattr(checkpoint.model.config, "max_position_embeddings", longest)
+    if longest > limit:
+        raise ConfigError(
+            f"the longest prompt and its answer take {longest} tokens, the model has {limit} positions",
+            code="prompt-too-long",
+            hint="shorten the prompts, or lower `--max-new-tokens`",
+        )
+    return longest
+
+
+def _answer(checkpoint: Checkpoint, prompt: str, request: Request) -> Answer:
     text = checkpoint.tokenizer.decode(request.generated, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Answer(request.prompt, text.strip(), len(request.generated))
+    return Answer(prompt, text.strip(), len(request.generated))
 
 
-def _make_request(checkpoint: Checkpoint, prompt: str) -> Request:
+def _prompt(checkpoint: Checkpoint, prompt: str) -> list[int]:
     tokenizer = checkpoint.tokenizer
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
         token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     else:
         token_ids = tokenizer(prompt)["input_ids"]
-    return Request(prompt, list(token_ids), len(token_ids))
+    return list(token_ids)
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from devicegraph.errors import CaptureError
+from devicegraph.errors import CaptureError, RankError
 from devicegraph.outputs import check_row_axes, infer_row_axes, shapes_of, unclear_rows
-from devicegraph.parallel import Proposal
+from devicegraph.parallel import Proposal, named
 from devicegraph.report import CapturedBucket, DroppedCapture
 from devicegraph.runners.progress import CaptureProgress
 
@@ -47,6 +47,14 @@ def capture_shapes(
             runner.drop_graph(key)
             dropped.append(DroppedCapture(key, problem))
         progress(CaptureProgress(runner.phase, key, done, len(keys), seconds, after.free))
+    if runner.hooks.vote is not None:
+        # Ranks agree on a size, and each takes its own variant of it: one that only some variants have would send ranks
+        # to graphs of different sizes.
+        sizes = {drop.key.size for drop in dropped}
+        for bucket in [bucket for bucket in captured if bucket.key.size in sizes]:
+            captured.remove(bucket)
+            runner.drop_graph(bucket.key)
+            dropped.append(DroppedCapture(bucket.key, "another variant of it could not be captured"))
     for label in runner.hooks.variants:
         find_rows(runner, label, {key.size: found for key, found in shapes.items() if key.variant_label == label})
     return tuple(captured), tuple(dropped)
@@ -60,31 +68,45 @@ def _capture_one(runner: CapturingRunner, key: ShapeKey, shapes: Shapes) -> str 
     except CaptureError as caught:
         error = caught
     is_dropped = error is not None and error.code in _DROPPED and runner.on_error == "drop"
+    # At a barrier a rank learns that others are at their vote already. What has failed there is theirs to say.
+    other = error.__cause__ if error is not None and error.code == "rank-out-of-step" else None
     # A graph that is missing on one rank must not be chosen on any, and a rank that gives up must not leave the others
     # waiting in their next capture: so all of them are asked, also before an error ends the capture here.
-    proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped)
+    proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped and other is None)
     agreed = ask_ranks(runner, proposal, error, f"capturing {key}", key)
+    if isinstance(other, RankError):
+        return f"it could not be captured on {named(other.ranks)}"
     if error is not None:
         return error.message
-    return None if agreed.graph else "it could not be captured on another rank"
+    return None if agreed.graph else f"it could not be captured on {_others(agreed)}"
 
 
 def ask_ranks(
     runner: CapturingRunner, proposal: Proposal, error: Exception | None, doing: str, key: ShapeKey | None = None
 ) -> Proposal:
     """What all ranks make of a proposal; raises where this one has failed, by its error, or another one."""
-    agreed = proposal if runner.hooks.vote is None else runner.hooks.vote(proposal)
+    try:
+        agreed = proposal if runner.hooks.vote is None else runner.hooks.vote(proposal)
+    except Exception as lost:
+        if error is None:
+            raise
+        raise lost from error  # what has failed here may be why the ranks cannot vote
     if error is not None and proposal.failed:
         raise error
     if agreed.failed:
         raise CaptureError(
-            f"{runner.phase}: {doing} failed on another rank",
+            f"{runner.phase}: {doing} failed on {_others(agreed)}",
             code="other-rank-failed",
             hint="its error is in the log of that rank; no rank has graphs now",
             phase=runner.phase,
             shape_key=key,
         )
     return agreed
+
+
+def _others(agreed: Proposal) -> str:
+    """Whose doing it is that there is no graph."""
+    return named(agreed.against) if agreed.against else "another rank"
 
 
 def find_rows(runner: CapturingRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]) -> None:

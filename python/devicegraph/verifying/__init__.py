@@ -73,6 +73,7 @@ def verify(
         ReplayError: the runner is closed or paused.
         SlotError: `bad-state`, `bad-value` or `unknown-slot` for an argument; a batch with a field that does not fit.
     """
+    runner._check_running()
     proofs = Proofs(runner, state, poisons or {}, {**TOLERANCES, **(tolerances or {})})
     steps, skipped = [], []
     for number, batch in enumerate(batches):
