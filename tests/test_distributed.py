@@ -54,6 +54,8 @@ def test_ranks_of_different_sizes_take_the_same_graph_or_all_run_eagerly(ranks: 
     assert exact == [("graph", 1)] * 3
     assert idle == [("idle", None)] * 3
     assert above == [("bucket-dropped", None), ("voted-eager", None), ("voted-eager", None)]
+    # Nor is there a graph for ranks that are in different phases.
+    assert [found["phases"] for found in ranks.values()] == [False] * 3
 
 
 def test_each_rank_gets_what_its_own_forward_gives_and_an_idle_one_no_row(ranks: dict[int, Any]) -> None:
@@ -68,7 +70,7 @@ def test_a_bucket_that_one_rank_cannot_capture_is_dropped_on_all_and_said_of_who
     assert "tried to allocate 2 GiB" in reason
 
 
-@pytest.mark.parametrize("case", ["fails in a warm-up", "fails in the capture"])
+@pytest.mark.parametrize("case", ["fails in a warm-up", "fails in the capture", "fails in a segment"])
 def test_a_forward_that_fails_on_one_rank_ends_the_capture_on_all_and_they_can_capture_again(
     case: str, ranks: dict[int, Any]
 ) -> None:
@@ -135,8 +137,8 @@ def test_a_rank_that_does_not_vote_is_named_to_the_others_when_their_time_is_ove
         assert found["late"]["codes"] == found["late, again"]["codes"] == ["rank-late"]
         assert found["late"]["ranks"] == [[1]]
         assert found["late"]["text"] == found["late, again"]["text"]
-    assert ranks[0]["late"]["text"].startswith(f"vote 7: rank 1 did not come within {IMPATIENT_S} s [rank-late]\n\n")
-    assert ranks[1]["late"]["text"].startswith("vote 7: this rank, 1, came when the others had given it up")
+    assert ranks[0]["late"]["text"].startswith(f"vote 8: rank 1 did not come within {IMPATIENT_S} s [rank-late]\n\n")
+    assert ranks[1]["late"]["text"].startswith("vote 8: this rank, 1, came when the others had given it up")
 
 
 def test_a_rank_that_dies_in_a_capture_ends_it_on_the_others_with_its_name(ranks: dict[int, Any]) -> None:

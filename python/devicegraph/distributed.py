@@ -111,7 +111,7 @@ class RankGroup:
         """What all ranks do; see `agree`. Waits for their proposals.
 
         A rank that comes to a vote while others are at a barrier has failed in a capture: they learn of it there, and
-        come to the vote.
+        come to the vote. Ranks in different phases have no graph to share.
 
         Returns:
             The same on every rank, with the ranks that are against a graph, or have failed. On a rank that has left,
@@ -122,7 +122,7 @@ class RankGroup:
         """
         if self._is_alone:
             return replace(proposal, graph=False)
-        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d}"
+        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d} {proposal.phase}"
         words = self._exchange(_VOTE, said)
         if any(word.kind != _VOTE for word in words):
             words = self._exchange(_VOTE, said)
@@ -301,5 +301,5 @@ def _key(number: int, rank: int) -> str:
 
 
 def _proposal(text: str) -> Proposal:
-    graph, size, failed = map(int, text.split())
-    return Proposal(bool(graph), size, bool(failed))
+    graph, size, failed, phase = text.split(" ", 3)
+    return Proposal(graph == "1", int(size), failed == "1", phase)

@@ -85,6 +85,7 @@ class TensorParallel:
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None, *, breaks: bool = False
     ) -> None:
         self.device, self.group = device, group
+        self.votes_each_step = False  # all ranks have the same batches
         self.limits = dg.Limits(max_bs=REQUESTS, max_num_tokens=REQUESTS)
         self.parts = 1 if group is None else dist.get_world_size(group)
         part = 0 if group is None else dist.get_rank(group)

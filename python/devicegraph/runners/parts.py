@@ -116,6 +116,11 @@ class RunnerParts(ABC):
         if nvtx:
             mark_steps(self)
 
+    @property
+    def purpose(self) -> str:
+        """What the graphs are for: the phase, or the mode of a runner that has modes."""
+        return getattr(self, "mode", self.phase)
+
     # What a phase says of itself.
 
     @abstractmethod
