@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -213,6 +214,29 @@ def test_a_store_keeps_no_more_of_a_rank_than_its_last_exchanges() -> None:
         for _ in range(100):
             ranks.barrier()
         assert store.num_keys() - before == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_lost_rank_is_logged_before_anybody_waits_for_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = dg.RankGroup(limit_s=0.01)
+        ranks.ranks = (0, 1, 2)  # two that never come
+        with pytest.raises(dg.RankError) as caught:
+            ranks.barrier()
+        (record,) = caplog.records
+        assert (record.name, record.levelname, record.message) == ("devicegraph", "ERROR", str(caught.value))
+        assert record.devicegraph == {"event": "ranks", "code": "rank-late", "ranks": [1, 2]}
+        assert str(caught.value) == (
+            "barrier 1: ranks 1, 2 did not come within 0.01 s [rank-late]\n\n"
+            "hint: look into the log of ranks 1, 2, or give more time with `limit_s`; end this process, or `leave()` "
+            "and run eagerly where the forward needs no other rank"
+        )
+        with pytest.raises(dg.RankError) as again:
+            ranks.vote(dg.Proposal(True, 1))
+        assert str(again.value) == str(caught.value)
+        assert pickle.loads(pickle.dumps(caught.value)).ranks == (1, 2)
     finally:
         dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ a CPU group would fail on all ranks with a lost connection, which tells nothing,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from contextlib import suppress
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from devicegraph.errors import BackendError, ConfigError, RankError
+from devicegraph.logs import log
 from devicegraph.parallel import Proposal, agree, named
 from devicegraph.plans import as_text, differences, plan_of
 
@@ -286,6 +288,8 @@ class RankGroup:
     def _give_up(self, error: RankError) -> RankError:
         """Keeps the error, and lets ranks that come later know at once whom it is about."""
         self._lost = error
+        # Whoever handles the error may have to wait for a device first, which may wait for the lost rank.
+        log(logging.ERROR, "ranks", str(error), {"code": error.code, "ranks": list(error.ranks)})
         word = _Word(_LEFT, " ".join(map(str, error.ranks or (self.rank,))))
         for number in (self._number, self._number + 1):
             self._say(number, word)
