@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 import devicegraph as dg
 import tp_ranks
@@ -173,6 +174,27 @@ def without_launcher() -> dict[str, Any]:
     return failure(lambda: (ranks.barrier(), ranks.barrier()))
 
 
+def functional_collective() -> list[Any]:
+    """Two ranks whose forward returns what a functional all-reduce gives, whose data may still be on its way."""
+    dist.init_process_group("gloo")
+    ranks = dg.RankGroup(limit_s=30)
+
+    class Engine:
+        device, limits = torch.device("cpu"), dg.Limits(max_bs=4, max_num_tokens=4)
+        vote, barrier, rank = ranks.vote, ranks.barrier, ranks.rank
+
+        def forward(self, batch: Any) -> Any:
+            return [all_reduce(batch.input_ids * (1 + ranks.rank), "sum", dist.group.WORLD)]
+
+    runner = dg.DecodeCudaGraphRunner(Engine(), config=config(bs=[4]))
+    runner.capture()
+    batches = [dg.StaticBatch(batch_size=3, input_ids=torch.arange(3) + first) for first in (0, 5)]
+    found = [runner.run(batch)[0].tolist() for batch in batches]
+    assert runner.metrics().hit_rate == 1.0
+    ranks.close(runner, communicators=[dist.group.WORLD])
+    return found
+
+
 def tensor_parallel() -> dict[str, Any]:
     return tp_ranks.main(["--device", "cpu"])
 
@@ -183,5 +205,5 @@ if __name__ == "__main__":
         first.capture()
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, all of it in every rank
-    groups = ((data_parallel, 4), (without_launcher, 2), (tensor_parallel, 2))
+    groups = ((data_parallel, 4), (without_launcher, 2), (functional_collective, 2), (tensor_parallel, 2))
     json.dump({ranks.__name__: run_ranks(ranks, size) for ranks, size in groups}, sys.stdout)

@@ -179,6 +179,12 @@ def test_a_decoder_shared_by_two_ranks_decodes_as_the_whole_one_does_in_all_back
     assert first["result"]["data parallel"] == ["graph", "eager", "graph", "eager", "graph"]
 
 
+def test_a_functional_collective_is_recorded_and_waited_for_on_replay(groups: dict[str, Any]) -> None:
+    for rank in groups["functional_collective"]:
+        assert rank["exit"] == 0
+        assert rank["result"] == [[0, 3, 6], [15, 18, 21]]
+
+
 # One process.
 
 

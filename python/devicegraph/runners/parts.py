@@ -15,7 +15,7 @@ from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks, StaticBatch
 from devicegraph.errors import ConfigError, ReplayError
 from devicegraph.metrics import EagerSteps
-from devicegraph.outputs import RowAxis
+from devicegraph.outputs import RowAxis, arrived
 from devicegraph.registry import CudaGraphBufferRegistry
 from devicegraph.runners.progress import show_progress
 from devicegraph.runners.ranges import mark_steps
@@ -185,7 +185,7 @@ class RunnerParts(ABC):
         with batch_in_use(batch):
             if prepare is not None:
                 prepare(batch, key)
-            return forward(batch)
+            return forward(batch) if key is None else arrived(forward(batch))
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
         """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output."""
