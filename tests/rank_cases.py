@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 import devicegraph as dg
 import tp_ranks
@@ -25,7 +26,8 @@ from rank_processes import held_by, run_ranks
 
 #: Sizes of the four ranks' batches. Bucket 16 is not there.
 STEPS = ([5, 0, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [9, 1, 0, 0], [8, 0, 3, 7])
-IMPATIENT_S = 1.2
+#: How long ranks wait for one that does not come. All that do come have just met at a barrier.
+IMPATIENT_S = 2
 
 
 class Rank(ToyEngine):
@@ -48,8 +50,8 @@ class Rank(ToyEngine):
         return output
 
 
-def runner_of(engine: Rank, bs: list[int], **options: Any) -> dg.DecodeCudaGraphRunner:
-    return dg.DecodeCudaGraphRunner(engine, config=config(bs=bs), **options)
+def runner_of(engine: Rank, bs: list[int], backend: str = "full", **options: Any) -> dg.DecodeCudaGraphRunner:
+    return dg.DecodeCudaGraphRunner(engine, config=config(bs=bs, backend=backend), **options)
 
 
 def failure(do: Any) -> dict[str, Any]:
@@ -104,10 +106,16 @@ def data_parallel() -> dict[str, Any]:
     found["dropped"] = [(drop.key.size, drop.reason) for drop in report.dropped]
     found["steps"] = [step(runner, sizes[me]) for sizes in STEPS]
 
-    # A forward that fails on one rank, when the others are at a barrier, and when they are at the vote.
-    for name, run in (("fails in a warm-up", 1), ("fails in the capture", 3)):
+    found["phases"] = ranks.vote(dg.Proposal(True, 2, phase="prefill" if me == 1 else "decode")).graph
+
+    # A forward that fails on one rank: the others are at a barrier, at the vote, at the barrier behind a segment.
+    for name, run, backend in (
+        ("fails in a warm-up", 1, "full"),
+        ("fails in the capture", 3, "full"),
+        ("fails in a segment", 3, "breakable"),
+    ):
         engine = Rank(ranks, (4, run, ValueError("broken")) if me == 1 else None)
-        with runner_of(engine, [1, 4, 8]) as other:
+        with runner_of(engine, [1, 4, 8], backend=backend) as other:
             found[name] = failure(other.capture)
             engine.fails = None
             found[f"{name}, again"] = [bucket.key.size for bucket in other.capture().captured]
@@ -122,10 +130,12 @@ def data_parallel() -> dict[str, Any]:
     found["leaves"] = failure(part_early)
 
     # A rank that does not come to its vote while the others wait, goes on without them, and comes then.
-    late = dg.RankGroup(limit_s=IMPATIENT_S)
+    late = dg.RankGroup(limit_s=30)
     engine = Rank(late)
     with runner_of(engine, [1, 4]) as slow:
         slow.capture()
+        late.barrier()
+        late.limit_s = IMPATIENT_S
         if me == 1:
             ranks.barrier()
         found["late"] = failure(lambda: step(slow, 3))
@@ -136,9 +146,11 @@ def data_parallel() -> dict[str, Any]:
             ranks.barrier()
 
     # A rank that dies.
-    last = dg.RankGroup(limit_s=IMPATIENT_S)
+    last = dg.RankGroup(limit_s=30)
     engine = Rank(last)
     dying = runner_of(engine, [1, 4, 8])
+    last.barrier()
+    last.limit_s = IMPATIENT_S
     if me == 2:
         engine.after_warmup = lambda: os._exit(3)
         dying.hooks.after_warmup = engine.after_warmup
@@ -162,6 +174,27 @@ def without_launcher() -> dict[str, Any]:
     return failure(lambda: (ranks.barrier(), ranks.barrier()))
 
 
+def functional_collective() -> list[Any]:
+    """Two ranks whose forward returns what a functional all-reduce gives, whose data may still be on its way."""
+    dist.init_process_group("gloo")
+    ranks = dg.RankGroup(limit_s=30)
+
+    class Engine:
+        device, limits = torch.device("cpu"), dg.Limits(max_bs=4, max_num_tokens=4)
+        vote, barrier, rank = ranks.vote, ranks.barrier, ranks.rank
+
+        def forward(self, batch: Any) -> Any:
+            return [all_reduce(batch.input_ids * (1 + ranks.rank), "sum", dist.group.WORLD)]
+
+    runner = dg.DecodeCudaGraphRunner(Engine(), config=config(bs=[4]))
+    runner.capture()
+    batches = [dg.StaticBatch(batch_size=3, input_ids=torch.arange(3) + first) for first in (0, 5)]
+    found = [runner.run(batch)[0].tolist() for batch in batches]
+    assert runner.metrics().hit_rate == 1.0
+    ranks.close(runner, communicators=[dist.group.WORLD])
+    return found
+
+
 def tensor_parallel() -> dict[str, Any]:
     return tp_ranks.main(["--device", "cpu"])
 
@@ -172,5 +205,5 @@ if __name__ == "__main__":
         first.capture()
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, all of it in every rank
-    groups = ((data_parallel, 4), (without_launcher, 2), (tensor_parallel, 2))
+    groups = ((data_parallel, 4), (without_launcher, 2), (functional_collective, 2), (tensor_parallel, 2))
     json.dump({ranks.__name__: run_ranks(ranks, size) for ranks, size in groups}, sys.stdout)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def run_ranks(main: Callable[[], Any], size: int, *, limit_s: float = 90) -> list[dict[str, Any]]:
+def run_ranks(main: Callable[[], Any], size: int, *, limit_s: float = 70) -> list[dict[str, Any]]:
     """Runs `main` in `size` processes with the environment that `torchrun` gives, and ends those that take too long.
 
     As under `torchrun`, the store of `torch.distributed` is held by the launcher, here this process.

@@ -376,6 +376,18 @@ def test_the_size_that_ranks_agree_on_is_the_largest_and_not_the_sum() -> None:
     assert dg.agree([]) == dg.Proposal(True, 0)
 
 
+def test_ranks_in_different_phases_agree_on_no_graph() -> None:
+    decode, prefill = (dg.Proposal(True, 4, phase=phase) for phase in ("decode", "prefill"))
+    assert dg.agree([decode, prefill]) == dg.Proposal(False, 4)
+    assert dg.agree([prefill, prefill, dg.Proposal(True, 2)]) == dg.Proposal(True, 4)
+    phases: list[str] = []
+    engine = ToyEngine(max_bs=4, tokens_per_request=2)
+    engine.vote = lambda proposal: phases.append(proposal.phase) or proposal
+    with captured(engine, bs=[1], mode="target_verify") as runner:
+        runner.run(engine.batch([3]))
+    assert phases == ["target_verify"] * 2
+
+
 def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
     ranks = Ranks([0], bs=[1, 4])
     (runner,), (engine,) = ranks.runners, ranks.engines
@@ -449,6 +461,17 @@ def test_a_vote_is_cast_once_in_a_step_and_once_for_each_captured_bucket() -> No
     decision = runner.can_run(engine.batch([3, 3]))
     runner.replay(engine.batch([3, 3]), decision)
     assert ranks.proposals == [dg.Proposal(True, 2)] * 2
+
+
+def test_ranks_with_the_same_batches_vote_on_captures_alone_where_they_say_so() -> None:
+    proposals: list[dg.Proposal] = []
+    engine = ToyEngine(max_bs=4)
+    engine.vote = lambda proposal: proposals.append(proposal) or proposal
+    engine.votes_each_step = False
+    with captured(engine, bs=[1, 4]) as runner:
+        assert runner.can_run(engine.batch([3, 3])).key == dg.ShapeKey(4)
+        runner.run(engine.batch([3]))
+    assert proposals == [dg.Proposal(True, 4), dg.Proposal(True, 1)]
 
 
 def test_a_bucket_that_another_rank_could_not_capture_is_dropped_here_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -54,6 +55,8 @@ def test_ranks_of_different_sizes_take_the_same_graph_or_all_run_eagerly(ranks: 
     assert exact == [("graph", 1)] * 3
     assert idle == [("idle", None)] * 3
     assert above == [("bucket-dropped", None), ("voted-eager", None), ("voted-eager", None)]
+    # Nor is there a graph for ranks that are in different phases.
+    assert [found["phases"] for found in ranks.values()] == [False] * 3
 
 
 def test_each_rank_gets_what_its_own_forward_gives_and_an_idle_one_no_row(ranks: dict[int, Any]) -> None:
@@ -68,7 +71,7 @@ def test_a_bucket_that_one_rank_cannot_capture_is_dropped_on_all_and_said_of_who
     assert "tried to allocate 2 GiB" in reason
 
 
-@pytest.mark.parametrize("case", ["fails in a warm-up", "fails in the capture"])
+@pytest.mark.parametrize("case", ["fails in a warm-up", "fails in the capture", "fails in a segment"])
 def test_a_forward_that_fails_on_one_rank_ends_the_capture_on_all_and_they_can_capture_again(
     case: str, ranks: dict[int, Any]
 ) -> None:
@@ -135,8 +138,8 @@ def test_a_rank_that_does_not_vote_is_named_to_the_others_when_their_time_is_ove
         assert found["late"]["codes"] == found["late, again"]["codes"] == ["rank-late"]
         assert found["late"]["ranks"] == [[1]]
         assert found["late"]["text"] == found["late, again"]["text"]
-    assert ranks[0]["late"]["text"].startswith(f"vote 7: rank 1 did not come within {IMPATIENT_S} s [rank-late]\n\n")
-    assert ranks[1]["late"]["text"].startswith("vote 7: this rank, 1, came when the others had given it up")
+    assert ranks[0]["late"]["text"].startswith(f"vote 8: rank 1 did not come within {IMPATIENT_S} s [rank-late]\n\n")
+    assert ranks[1]["late"]["text"].startswith("vote 8: this rank, 1, came when the others had given it up")
 
 
 def test_a_rank_that_dies_in_a_capture_ends_it_on_the_others_with_its_name(ranks: dict[int, Any]) -> None:
@@ -176,6 +179,12 @@ def test_a_decoder_shared_by_two_ranks_decodes_as_the_whole_one_does_in_all_back
     assert first["result"]["data parallel"] == ["graph", "eager", "graph", "eager", "graph"]
 
 
+def test_a_functional_collective_is_recorded_and_waited_for_on_replay(groups: dict[str, Any]) -> None:
+    for rank in groups["functional_collective"]:
+        assert rank["exit"] == 0
+        assert rank["result"] == [[0, 3, 6], [15, 18, 21]]
+
+
 # One process.
 
 
@@ -211,6 +220,29 @@ def test_a_store_keeps_no_more_of_a_rank_than_its_last_exchanges() -> None:
         for _ in range(100):
             ranks.barrier()
         assert store.num_keys() - before == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_lost_rank_is_logged_before_anybody_waits_for_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = dg.RankGroup(limit_s=0.01)
+        ranks.ranks = (0, 1, 2)  # two that never come
+        with pytest.raises(dg.RankError) as caught:
+            ranks.barrier()
+        (record,) = caplog.records
+        assert (record.name, record.levelname, record.message) == ("devicegraph", "ERROR", str(caught.value))
+        assert record.devicegraph == {"event": "ranks", "code": "rank-late", "ranks": [1, 2]}
+        assert str(caught.value) == (
+            "barrier 1: ranks 1, 2 did not come within 0.01 s [rank-late]\n\n"
+            "hint: look into the log of ranks 1, 2, or give more time with `limit_s`; end this process, or `leave()` "
+            "and run eagerly where the forward needs no other rank"
+        )
+        with pytest.raises(dg.RankError) as again:
+            ranks.vote(dg.Proposal(True, 1))
+        assert str(again.value) == str(caught.value)
+        assert pickle.loads(pickle.dumps(caught.value)).ranks == (1, 2)
     finally:
         dist.destroy_process_group()
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
+import torch.distributed as dist
 
 import devicegraph as dg
 from devicegraph import FillContext, GraphSlot, PaddingPolicy, PhaseConfig, SlotError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class Scalar:
@@ -226,6 +227,28 @@ def test_a_strict_client_audits_a_forward() -> None:
     places = [(finding.module, finding.file, finding.line) for finding in findings]
     assert (report.ok, places) == (True, [])
     assert {finding.code for finding in findings} <= set(dg.AUDIT_CODES)
+
+
+def test_a_strict_client_gives_its_engine_ranks() -> None:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+
+    class Engine:
+        device, limits = torch.device("cpu"), dg.Limits(max_bs=2, max_num_tokens=2)
+        votes_each_step = False
+
+        def __init__(self, ranks: dg.RankGroup) -> None:
+            self.barrier, self.rank = ranks.barrier, ranks.rank
+            self.vote: Callable[[dg.Proposal], dg.Proposal] = ranks.vote
+
+        def forward(self, batch: dg.StaticBatch) -> torch.Tensor:
+            return torch.ones(batch.batch_size)
+
+    with dg.RankGroup(dist.group.WORLD, limit_s=30) as ranks:
+        runner = dg.DecodeCudaGraphRunner(Engine(ranks), config=dg.CudaGraphConfig())
+        ranks.check_plan(runner)
+        runner.capture()
+    ranks.close(runner, communicators=[dist.group.WORLD])
+    assert not dist.is_initialized()
 
 
 def test_a_strict_client_reads_what_an_error_says() -> None:

@@ -7,6 +7,7 @@ a CPU group would fail on all ranks with a lost connection, which tells nothing,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from contextlib import suppress
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from devicegraph.errors import BackendError, ConfigError, RankError
+from devicegraph.logs import log
 from devicegraph.parallel import Proposal, agree, named
 from devicegraph.plans import as_text, differences, plan_of
 
@@ -111,7 +113,7 @@ class RankGroup:
         """What all ranks do; see `agree`. Waits for their proposals.
 
         A rank that comes to a vote while others are at a barrier has failed in a capture: they learn of it there, and
-        come to the vote.
+        come to the vote. Ranks in different phases have no graph to share.
 
         Returns:
             The same on every rank, with the ranks that are against a graph, or have failed. On a rank that has left,
@@ -122,7 +124,7 @@ class RankGroup:
         """
         if self._is_alone:
             return replace(proposal, graph=False)
-        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d}"
+        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d} {proposal.phase}"
         words = self._exchange(_VOTE, said)
         if any(word.kind != _VOTE for word in words):
             words = self._exchange(_VOTE, said)
@@ -286,6 +288,8 @@ class RankGroup:
     def _give_up(self, error: RankError) -> RankError:
         """Keeps the error, and lets ranks that come later know at once whom it is about."""
         self._lost = error
+        # Whoever handles the error may have to wait for a device first, which may wait for the lost rank.
+        log(logging.ERROR, "ranks", str(error), {"code": error.code, "ranks": list(error.ranks)})
         word = _Word(_LEFT, " ".join(map(str, error.ranks or (self.rank,))))
         for number in (self._number, self._number + 1):
             self._say(number, word)
@@ -301,5 +305,5 @@ def _key(number: int, rank: int) -> str:
 
 
 def _proposal(text: str) -> Proposal:
-    graph, size, failed = map(int, text.split())
-    return Proposal(bool(graph), size, bool(failed))
+    graph, size, failed, phase = text.split(" ", 3)
+    return Proposal(graph == "1", int(size), failed == "1", phase)

@@ -147,6 +147,8 @@ class Hooks:
             captured a segment.
         vote: `vote(proposal) -> proposal`, makes the data-parallel ranks agree; None where there is nobody to ask.
             `RankGroup` has this hook and the two beside it for ranks in processes of their own.
+        votes_each_step: whether they vote on steps, too, as by default; False where all ranks have the same batch in
+            each step (tensor parallel), so that captures alone can come out differently.
         rank: 0 shows progress.
         streams_per_graph: how many streams of the device a captured forward takes, 1 by default: more where it forks
             side streams or communicates. Where a device has few streams, this limits how many buckets are captured.
@@ -188,6 +190,7 @@ class Hooks:
         self.compile_mode: Callable[[bool], None] | None = find("compile_mode", None)
         self.barrier: Callable[[], None] | None = find("barrier", None)
         self.vote: Callable[[Proposal], Proposal] | None = find("vote", None)
+        self.votes_each_step = bool(getattr(engine, "votes_each_step", True))
         self.rank: int = getattr(engine, "rank", 0)
         self.streams_per_graph = as_count("streams_per_graph", getattr(engine, "streams_per_graph", 1))
         self.input_updates: Sequence[InputUpdate] = find("input_updates", ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -32,6 +33,18 @@ def map_tensors(output: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         CaptureError: `output-unknown`: a tensor in an object of another kind.
     """
     return _map(output, function)[1]
+
+
+def arrived(output: Any) -> Any:
+    """The output without tensors whose data functional collectives may still have on its way.
+
+    A graph has to hold the wait: whoever reads the output later would wait for the collective of the capture.
+    """
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is None or not torch.distributed.is_initialized():
+        return output
+    on_its_way = functional.AsyncCollectiveTensor
+    return map_tensors(output, lambda t: t.trigger_wait() if isinstance(t, on_its_way) else t)
 
 
 def _map(output: Any, function: Callable[[torch.Tensor], Any]) -> tuple[bool, Any]:

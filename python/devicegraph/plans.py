@@ -40,7 +40,7 @@ def plan_of(runners: Iterable[BaseCudaGraphRunner]) -> Plan:
     plan = {"devicegraph": __version__}
     seen: Counter[str] = Counter()
     for runner in runners:
-        name = getattr(runner, "mode", runner.phase)
+        name = runner.purpose
         seen[name] += 1
         name = name if seen[name] == 1 else f"{name} {seen[name]}"
         plan.update((f"{name}.{path}", value) for path, value in _plan_of(runner).items())
@@ -58,6 +58,7 @@ def _plan_of(runner: BaseCudaGraphRunner) -> Plan:
         "limits.max_num_tokens": limits.max_num_tokens,
         "buckets": list(runner.buckets),
         "order": runner.order,
+        "votes": None if runner.hooks.vote is None else "each step" if runner.hooks.votes_each_step else "captures",
         "variants": list(runner.hooks.variants),
         **{
             name: getattr(runner, name) for name in ("num_tokens_per_bs", "max_padding_factor") if hasattr(runner, name)

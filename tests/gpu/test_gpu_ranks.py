@@ -16,8 +16,7 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
 def test_two_gpus_share_a_decoder_with_its_all_reduces_in_the_graph_and_end_without_a_hang(mode: str) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(SCRIPT), "--capture-error-mode", mode], capture_output=True, text=True, timeout=300
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*launcher, "--nproc-per-node", "2", str(SCRIPT), "--capture-error-mode", mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

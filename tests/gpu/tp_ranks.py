@@ -85,6 +85,7 @@ class TensorParallel:
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None, *, breaks: bool = False
     ) -> None:
         self.device, self.group = device, group
+        self.votes_each_step = False  # all ranks have the same batches
         self.limits = dg.Limits(max_bs=REQUESTS, max_num_tokens=REQUESTS)
         self.parts = 1 if group is None else dist.get_world_size(group)
         part = 0 if group is None else dist.get_rank(group)
@@ -109,7 +110,8 @@ class TensorParallel:
             normed = F.rms_norm(x, (HIDDEN,))
             q, k, v = (F.linear(normed, weights[f"{layer}.{name}"]).unflatten(-1, (-1, WIDTH)) for name in "qkv")
             q, k = (self.rotate(heads, positions) for heads in (q, k))
-            x = x + self.sum_of_ranks(F.linear(self.attend_layer(q, k, v, layer), weights[f"{layer}.o"]))
+            attended = F.linear(self.attend_layer(q, k, v, layer), weights[f"{layer}.o"])
+            x = x + self.sum_of_ranks(attended, is_async=True)
             normed = F.rms_norm(x, (HIDDEN,))
             gated = F.silu(F.linear(normed, weights[f"{layer}.gate"])) * F.linear(normed, weights[f"{layer}.up"])
             x = x + self.sum_of_ranks(F.linear(gated, weights[f"{layer}.down"]))
@@ -136,9 +138,12 @@ class TensorParallel:
         scores = scores.masked_fill((self.steps >= batch.seq_lens[:, None])[:, None, None], float("-inf"))
         return torch.einsum("rkgt,rtkw->rkgw", scores.softmax(-1), values[rows]).flatten(1)
 
-    def sum_of_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+    def sum_of_ranks(self, partial: torch.Tensor, *, is_async: bool = False) -> torch.Tensor:
+        """An asynchronous one runs on a stream of the communicator, and is waited for."""
         if self.group is not None:
-            dist.all_reduce(partial, group=self.group)
+            work = dist.all_reduce(partial, group=self.group, async_op=is_async)
+            if work is not None:
+                work.wait()
         return partial
 
     def batch(self, rows: list[int], tokens: list[int], lengths: list[int]) -> Batch:

@@ -84,7 +84,7 @@ class BaseCudaGraphRunner(CapturingRunner):
     def can_run(self, forward_batch: Any) -> Decision:
         """Whether the batch would be replayed, and if not why. Does not synchronise.
 
-        Where ranks vote this is the vote, so that every rank has to ask once in a step, and give the answer to
+        Where ranks vote on steps this is the vote, so that every rank has to ask once in a step, and give the answer to
         `replay`.
 
         Raises:
@@ -192,11 +192,11 @@ class BaseCudaGraphRunner(CapturingRunner):
             decision = EAGER[refusal]
         else:
             decision = self._decide_for(forward_batch, size, variant)
-        if self.hooks.vote is None:
+        if self.hooks.vote is None or not self.hooks.votes_each_step:
             return decision
         # An idle rank has nothing to run, but can join the graph that the others run.
         can_join = decision.key is not None or decision.code == "idle"
-        agreed = self.hooks.vote(Proposal(can_join, size if isinstance(size, int) else 0))
+        agreed = self.hooks.vote(Proposal(can_join, size if isinstance(size, int) else 0, phase=self.purpose))
         if can_join and not agreed.graph:
             return EAGER["voted-eager"]
         return self._decide_for(forward_batch, agreed.size, variant, idle=size == 0) if can_join else decision
@@ -344,7 +344,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         except Exception as caught:
             error = caught
         # Graphs that one rank drops must not be chosen on any.
-        proposal = Proposal(error is None, self.buckets.maximum, failed=error is not None)
+        proposal = Proposal(error is None, self.buckets.maximum, failed=error is not None, phase=self.purpose)
         ask_ranks(self, proposal, error, "verifying the graphs")
 
     # Counts and life cycle.

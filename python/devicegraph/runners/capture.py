@@ -72,7 +72,8 @@ def _capture_one(runner: CapturingRunner, key: ShapeKey, shapes: Shapes) -> str 
     other = error.__cause__ if error is not None and error.code == "rank-out-of-step" else None
     # A graph that is missing on one rank must not be chosen on any, and a rank that gives up must not leave the others
     # waiting in their next capture: so all of them are asked, also before an error ends the capture here.
-    proposal = Proposal(error is None, key.size, failed=error is not None and not is_dropped and other is None)
+    has_failed = error is not None and not is_dropped and other is None
+    proposal = Proposal(error is None, key.size, has_failed, runner.purpose)
     agreed = ask_ranks(runner, proposal, error, f"capturing {key}", key)
     if isinstance(other, RankError):
         return f"it could not be captured on {named(other.ranks)}"

@@ -15,7 +15,7 @@ from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks, StaticBatch
 from devicegraph.errors import ConfigError, ReplayError
 from devicegraph.metrics import EagerSteps
-from devicegraph.outputs import RowAxis
+from devicegraph.outputs import RowAxis, arrived
 from devicegraph.registry import CudaGraphBufferRegistry
 from devicegraph.runners.profiling import profile_captures
 from devicegraph.runners.progress import show_progress
@@ -125,6 +125,11 @@ class RunnerParts(ABC):
         if profile is not None:
             profile_captures(self, profile)  # type: ignore[arg-type]  # it is one, by now
 
+    @property
+    def purpose(self) -> str:
+        """What the graphs are for: the phase, or the mode of a runner that has modes."""
+        return getattr(self, "mode", self.phase)
+
     # What a phase says of itself.
 
     @abstractmethod
@@ -198,7 +203,7 @@ class RunnerParts(ABC):
         with batch_in_use(batch):
             if prepare is not None:
                 prepare(batch, key)
-            return forward(batch)
+            return forward(batch) if key is None else arrived(forward(batch))
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
         """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output."""
