@@ -25,7 +25,7 @@ from devicegraph.demo.attention import ChunkPlan, attend_chunks, attend_uniform 
 from devicegraph.demo.blocks import Cache  # noqa: E402
 from devicegraph.demo.engine import EAGER, Engine  # noqa: E402
 from devicegraph.demo.lookup import PromptLookup  # noqa: E402
-from devicegraph.demo.model import ATTENTION, register_attention  # noqa: E402
+from devicegraph.demo.model import ATTENTION, fuse_norms, register_attention  # noqa: E402
 from devicegraph.demo.sampling import Sampling, draw  # noqa: E402
 from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
 
@@ -161,6 +161,30 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_with_the_room_there_is(
     with pytest.raises(dg.ConfigError) as caught:
         engine_of(transformer, blocks=4).submit([1] * 10, max_new_tokens=3)
     assert caught.value.message == "a prompt of 10 tokens and 3 new ones take 13, a request has 12"
+
+
+def test_norms_of_one_kernel_compute_what_those_of_transformers_do() -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=9,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    before = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    fuse_norms(model)
+    after = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    assert len(before) == len(after) == 5
+    for name, norm in after.items():
+        assert type(norm) is torch.nn.RMSNorm
+        assert norm.weight is before[name].weight
+        with torch.no_grad():
+            norm.weight.normal_()
+        rows = torch.randn(3, *norm.weight.shape) * 1e-3  # so small that the epsilon counts
+        torch.testing.assert_close(norm(rows), before[name](rows))
 
 
 # Speculation.
