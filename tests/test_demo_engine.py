@@ -459,7 +459,8 @@ def test_attention_of_chunks_is_that_of_each_prompt_and_leaves_padding_zero() ->
 
 def test_the_kernel_computes_what_plain_attention_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted on the CPU, which Triton decides when it is imported: in a process of its own."""
-    pytest.importorskip("triton", reason="needs triton")
+    # Older interpreters cannot take the ends of a loop from memory, with NumPy 2.4 and newer.
+    pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7")
     calls, wanted = [], []
     for query, cache, tables, seq_lens, expected in map(uniform_case, *zip(*UNIFORM, strict=True)):
         calls.append((query, cache.keys[0], cache.values[0], tables, seq_lens, 0.3))
