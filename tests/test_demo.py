@@ -109,17 +109,16 @@ def test_what_the_demo_answers_is_what_transformers_answers_alone(tiny_checkpoin
     assert {key.size for key in result.decode.metrics.replays} >= {1, 3}
 
 
-def test_steps_that_verify_proposals_are_held_to_eager_too(tiny_checkpoint: Path) -> None:
-    asked = ["one two words one two words one two", "three words here three words here three"]
+def test_steps_that_draft_and_verify_are_held_to_eager_too(tiny_checkpoint: Path) -> None:
     config = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [16]}, decode={"bs": [2]})
-    result = run_demo(options(tiny_checkpoint, prompts=asked, config=config, proposals=2, max_new_tokens=10))
-    verify = result.phases["verify"]
+    few = {"prompts": PROMPTS[:2], "max_new_tokens": 8, "max_requests": 2}
+    result = run_demo(options(tiny_checkpoint, config=config, proposals=2, draft_layers=1, **few))
     assert result.ok
-    assert verify.metrics.hit_rate == 1.0
-    assert verify.checks.decided == verify.metrics.raw_rows * 3 > 0  # three tokens for each request
-    assert (
-        result.answers == run_demo(options(tiny_checkpoint, prompts=asked, config=DISABLED, max_new_tokens=10)).answers
-    )
+    for kind, tokens in (("draft", 2), ("verify", 3)):
+        phase = result.phases[kind]
+        assert phase.metrics.hit_rate == 1.0
+        assert phase.checks.decided == phase.metrics.raw_rows * tokens > 0
+    assert result.answers == run_demo(options(tiny_checkpoint, config=DISABLED, **few)).answers
     assert "\nverify steps    " in command.describe(result)
 
 
@@ -273,6 +272,7 @@ def test_other_bad_options_are_refused_with_a_way_out(tiny_checkpoint: Path, tmp
     if not torch.cuda.is_available():
         assert refused("--device", "cuda", *model).code == "device-not-available"
     assert refused("--device", "cpu", *model, "--max-new-tokens", "500").code == "prompt-too-long"
+    assert refused("--device", "cpu", *model, "--draft-layers", "2").code == "proposals-missing"
     assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "none")).code == "prompts-unreadable"
     (tmp_path / "empty").write_text("\n")
     assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "empty")).code == "prompts-unreadable"

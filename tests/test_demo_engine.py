@@ -25,7 +25,7 @@ from devicegraph.demo.attention import ChunkPlan, attend_chunks, attend_uniform 
 from devicegraph.demo.blocks import Cache  # noqa: E402
 from devicegraph.demo.engine import EAGER, Engine  # noqa: E402
 from devicegraph.demo.lookup import PromptLookup  # noqa: E402
-from devicegraph.demo.model import ATTENTION, register_attention  # noqa: E402
+from devicegraph.demo.model import ATTENTION, fuse_norms, register_attention  # noqa: E402
 from devicegraph.demo.sampling import Sampling, draw  # noqa: E402
 from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
 
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # transformers and its depen
 
 CPU = torch.device("cpu")
 GRAPHS = dg.CudaGraphConfig(prefill={"backend": "breakable", "bs": [8]}, decode={"bs": [1, 2, 4]})
+ONE_SIZE = GRAPHS.with_phase("decode", bs=[4])
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +163,34 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_with_the_room_there_is(
     assert caught.value.message == "a prompt of 10 tokens and 3 new ones take 13, a request has 12"
 
 
+def test_norms_of_one_kernel_compute_what_those_of_transformers_do() -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=9,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    before = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    fuse_norms(model)
+    after = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    assert len(before) == len(after) == 5
+    for name, norm in after.items():
+        assert type(norm) is torch.nn.RMSNorm
+        assert norm.weight is before[name].weight
+        with torch.no_grad():
+            norm.weight.normal_()
+        rows = torch.randn(3, *norm.weight.shape) * 1e-3  # so small that the epsilon counts
+        torch.testing.assert_close(norm(rows), before[name](rows))
+
+
 # Speculation.
 
 
-@pytest.mark.parametrize("config", [EAGER, GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("config", [EAGER, ONE_SIZE], ids=["eager", "graphs"])
 def test_prompt_lookup_changes_no_token_and_saves_steps(transformer: Any, config: dg.CudaGraphConfig) -> None:
     repeating = [[5, 6, 7, 8] * 3, *ASKED]
     # What a greedy model says becomes a loop soon, which is what look-ups are good at.
@@ -175,29 +200,28 @@ def test_prompt_lookup_changes_no_token_and_saves_steps(transformer: Any, config
     assert serve(engine, repeating, new=18) == expected
     assert 0 < engine.accepted <= engine.proposed
     assert engine.accepted > engine.steps_verified  # more than a token for each step
-    if config is GRAPHS:
+    if config is ONE_SIZE:
         metrics = engine.runners["verify"].metrics()
         assert (metrics.hit_rate, metrics.mode) == (1.0, "target_verify")
     engine.close()
 
 
-@pytest.mark.parametrize("config", [EAGER, GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("config", "layers"), [(EAGER, 1), (EAGER, 2), (ONE_SIZE, 1)])
 def test_a_draft_of_fewer_layers_changes_no_token_and_one_of_all_is_always_right(
-    transformer: Any, answers: list[list[int]], config: dg.CudaGraphConfig
+    transformer: Any, answers: list[list[int]], config: dg.CudaGraphConfig, layers: int
 ) -> None:
-    for layers in (1, 2):
-        engine = engine_of(transformer, config, proposals=3, draft_layers=layers)
-        engine.capture()
-        requests = [engine.submit(prompt, max_new_tokens=9) for prompt in ASKED]
-        drawing = engine.submit(ASKED[0], max_new_tokens=9, sampling=Sampling(temperature=1, seed=1))
-        list(engine.stream())
-        assert [request.generated for request in requests] == answers
-        assert len(drawing.generated) == 9
-        assert 0 < engine.accepted <= engine.proposed
-        assert layers == 1 or engine.accepted == engine.proposed
-        if config is GRAPHS:
-            assert engine.runners["draft"].metrics().hit_rate == 1.0
-        engine.close()
+    engine = engine_of(transformer, config, proposals=3, draft_layers=layers)
+    engine.capture()
+    requests = [engine.submit(prompt, max_new_tokens=9) for prompt in ASKED]
+    drawing = engine.submit(ASKED[0], max_new_tokens=9, sampling=Sampling(temperature=1, seed=1))
+    list(engine.stream())
+    assert [request.generated for request in requests] == answers
+    assert len(drawing.generated) == 9
+    assert 0 < engine.accepted <= engine.proposed
+    assert layers == 1 or engine.accepted == engine.proposed
+    if config is ONE_SIZE:
+        assert engine.runners["draft"].metrics().hit_rate == 1.0
+    engine.close()
     assert len(transformer.model.layers) == 2
 
 
@@ -400,7 +424,7 @@ def paged(lengths: list[int], heads: int, width: int, block_size: int) -> tuple[
 
 
 # The longer ones are long enough for several programs to share the keys of a request.
-UNIFORM = [(4, 2, 16, 1, 64), (9, 3, 20, 3, 500), (2, 2, 16, 18, 130), (20, 1, 8, 2, 700)]
+UNIFORM = [(4, 2, 16, 1, 64), (9, 3, 20, 3, 260), (2, 2, 16, 18, 70), (20, 1, 8, 2, 300)]
 CHUNKS = [(0, 5), (30, 40), (0, 1), (7, 16)]
 
 
@@ -435,7 +459,8 @@ def test_attention_of_chunks_is_that_of_each_prompt_and_leaves_padding_zero() ->
 
 def test_the_kernel_computes_what_plain_attention_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted on the CPU, which Triton decides when it is imported: in a process of its own."""
-    pytest.importorskip("triton", reason="needs triton")
+    # Older interpreters cannot take the ends of a loop from memory, with NumPy 2.4 and newer.
+    pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7")
     calls, wanted = [], []
     for query, cache, tables, seq_lens, expected in map(uniform_case, *zip(*UNIFORM, strict=True)):
         calls.append((query, cache.keys[0], cache.values[0], tables, seq_lens, 0.3))

@@ -96,7 +96,7 @@ def test_a_decoder_of_28_layers_replays_as_eager_at_buckets_up_to_64(name: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("query_heads", "heads", "width"), [(16, 8, 128), (9, 3, 64), (4, 4, 80), (32, 2, 64)])
+@pytest.mark.parametrize(("query_heads", "heads", "width"), [(16, 8, 128), (9, 3, 64), (4, 4, 80), (16, 2, 64)])
 def test_the_kernel_computes_what_plain_attention_does(
     query_heads: int, heads: int, width: int, dtype: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ from devicegraph.demo.model import Model
 from devicegraph.demo.sampling import Sampling, draw
 from devicegraph.demo.scheduler import Request, Scheduler
 from devicegraph.engine import Limits
+from devicegraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -50,6 +51,7 @@ class Engine:
 
     Raises:
         BackendError: `checkpoint-unusable` for a model that is built in another way.
+        ConfigError: `proposals-missing` for layers that draft no proposals.
     """
 
     def __init__(
@@ -68,6 +70,12 @@ class Engine:
         self.model = Model(transformer)
         self._proposals = proposals
         self._draft_layers = draft_layers
+        if draft_layers is not None and not proposals:
+            raise ConfigError(
+                f"draft_layers: {draft_layers} layers have nothing to draft without proposals",
+                code="proposals-missing",
+                hint="say how many tokens to propose, too",
+            )
         if blocks is None:
             blocks = 1 + max_requests * -(-max_length // block_size)
         self.cache = self.model.make_cache(blocks, block_size)
