@@ -108,7 +108,7 @@ impl Rows {
 
     /// The rows at `size`, counting whole units only.
     pub fn at(self, size: usize) -> usize {
-        self.base + self.step * (size / self.unit)
+        self.base.saturating_add(self.step.saturating_mul(size / self.unit))
     }
 }
 
@@ -217,7 +217,7 @@ impl SlotLayout {
             if *stride <= reach {
                 return Err(SlotFault::shared_elements(&self.name, &self.shape, &self.strides));
             }
-            reach += (size - 1) * stride;
+            reach = (size - 1).saturating_mul(*stride).saturating_add(reach);
         }
         if self.axis != Axis::None {
             let needed = self.rows.at(self.capacity);
