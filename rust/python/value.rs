@@ -4,13 +4,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString};
 
 use super::phase::PyPhaseConfig;
+use crate::config::LARGEST_SIZE;
 use crate::document::Value;
 
 /// No configuration nests this deep; an object that contains itself does.
 const DEEPEST: usize = 8;
 
 /// No list is longer: there are no more sizes. A range may well be, and a sequence that lies has no end.
-const LONGEST: usize = 1 << 20;
+const LONGEST: usize = LARGEST_SIZE as usize;
 
 /// Reads what a caller gave; an exception comes only from the caller's own mapping or sequence.
 pub(super) fn to_value(object: &Bound<'_, PyAny>) -> PyResult<Value> {

@@ -214,7 +214,9 @@ def an_argument(draw: random.Random, name: str) -> Any:
         return draw.choice(["default", "dense", "x", None])
     if name == "bytes_per_size":
         return draw.choice([4, {1: 4, 64: 9}, lambda size: 4 + size, lambda size: draw.choice(ODD), 0])
-    return draw.choice([1, 2, 3, 4, 8, 16, 64, 100, 512, LARGEST, None])
+    if draw.random() < 0.01:
+        return LARGEST
+    return draw.choice([1, 2, 3, 4, 8, 16, 64, 100, 512, None])
 
 
 def from_sizes(draw: random.Random) -> str:
