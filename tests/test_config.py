@@ -181,7 +181,7 @@ def test_a_list_without_end_is_refused_as_none_of_sizes() -> None:
 
     for sizes in (range(1, 10**12), Endless()):
         for make in (lambda sizes=sizes: PhaseConfig(bs=sizes), lambda sizes=sizes: dg.decode_buckets(bs=sizes)):
-            with pytest.raises(ConfigError, match="`more than 1048576 items` is of type `.*`, not a list of integers"):
+            with pytest.raises(ConfigError, match=r"`more than 1048576 items` is of type `.*`, not a list of integers"):
                 make()
 
 

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from devicegraph.fill import FillProgram, ForeachExecutor
     from devicegraph.steps import Described, Sizes
 
-__all__ = ["EXCHANGE", "KINDS", "NativeExecutor", "NativeProgram", "compiled", "kernel_on", "tables_of", "why_no_kernel", "why_not_native"]
+__all__ = [
+    "EXCHANGE",
+    "KINDS",
+    "NativeExecutor",
+    "NativeProgram",
+    "compiled",
+    "kernel_on",
+    "tables_of",
+    "why_no_kernel",
+    "why_not_native",
+]
 
 #: The most bytes of one slot's host source that are staged. Beyond, a copy by the device's engine is faster than a
 #: kernel that reads host memory.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import devicegraph as dg
 from devicegraph import _core
-from hostile import Found, Index, Lists, main, odd_objects, outcome
+from hostile import FoundError, Lists, main, odd_objects, outcome
 
 if TYPE_CHECKING:
     import random
@@ -128,17 +128,17 @@ def from_document(draw: random.Random) -> str:
         if error is None and not is_plain(document):
             check_exports(config)
             return "accepted"
-        raise Found(f"{document!r}: the oracle says {right}, and it was {error!r}")
+        raise FoundError(f"{document!r}: the oracle says {right}, and it was {error!r}")
     if error is None:
         if config.to_dict(full=True) != wants(document):
-            raise Found(f"{document!r} came to {config.to_dict(full=True)}")
+            raise FoundError(f"{document!r} came to {config.to_dict(full=True)}")
         check_exports(config)
         text = outcome(lambda: dg.CudaGraphConfig.from_json(json.dumps(document)))
         if text.value != config:
-            raise Found(f"{document!r} as text: {text}")
+            raise FoundError(f"{document!r} as text: {text}")
         return "accepted"
     if isinstance(error, dg.ConfigError) and not error.issues:
-        raise Found(f"{document!r}: an error without issues: {error}")
+        raise FoundError(f"{document!r}: an error without issues: {error}")
     return "refused"
 
 
@@ -164,7 +164,7 @@ def from_keywords(draw: random.Random) -> str:
         return "skipped"
     made, error = outcome(lambda: dg.PhaseConfig(**value), TypeError)
     if isinstance(error, TypeError) and set(value) <= {"backend", "max_bs", "bs", "tc_compiler"}:
-        raise Found(f"{value!r}: {error!r}")
+        raise FoundError(f"{value!r}: {error!r}")
     if error is None:
         assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
         whole, refusal = outcome(lambda: dg.CudaGraphConfig(**{phase: made}))
@@ -172,7 +172,7 @@ def from_keywords(draw: random.Random) -> str:
             check_exports(whole)
             outcome(lambda: whole.with_phase(draw.choice(["decode", "prefill", "x"]), **value), KeyError, TypeError)
         if is_right_phase(phase, value) != (refusal is None) and is_plain(value):
-            raise Found(f"{value!r} for {phase}: {refusal!r}")
+            raise FoundError(f"{value!r} for {phase}: {refusal!r}")
     return "refused" if error else "accepted"
 
 
@@ -191,7 +191,7 @@ def from_options(draw: random.Random) -> str:
         config, error = outcome(lambda: dg.config_from_options(**options))
         namespace = outcome(lambda: dg.config_from_args(argparse.Namespace(**options)))
     if not set(options) - set(OPTIONS) and (error is None) != (namespace.error is None):
-        raise Found(f"{options!r}: by keywords {error!r}, by a namespace {namespace.error!r}")
+        raise FoundError(f"{options!r}: by keywords {error!r}, by a namespace {namespace.error!r}")
     if error is None:
         check_exports(config)
     return "refused" if error else "accepted"
@@ -220,7 +220,7 @@ def an_argument(draw: random.Random, name: str) -> Any:
 
 
 def from_sizes(draw: random.Random) -> str:
-    """Lists of buckets: what is made is ascending, within every limit, and finds for each size the smallest that fits."""
+    """Lists of buckets: what is made ascends within every limit, and finds for each size the smallest."""
     is_decode = draw.random() < 0.6
     names = [name for name in BUCKET_KEYS if draw.random() < 0.35]
     arguments = {name: an_argument(draw, name) for name in names}
@@ -234,16 +234,16 @@ def from_sizes(draw: random.Random) -> str:
         return "refused"
     sizes = list(buckets)
     if sizes != sorted(set(sizes)) or any(not is_size(size) for size in sizes):
-        raise Found(f"{arguments!r}: {sizes}")
+        raise FoundError(f"{arguments!r}: {sizes}")
     limit = arguments.get("limit")
     if is_size(limit) and sizes and sizes[-1] > limit:
-        raise Found(f"{arguments!r}: {sizes[-1]} is above the limit")
+        raise FoundError(f"{arguments!r}: {sizes[-1]} is above the limit")
     for live in (1, 3, sizes[len(sizes) // 2] if sizes else 1, sizes[-1] + 1 if sizes else 2):
         fit = min((size for size in sizes if size >= live), default=None)
         if buckets.padding is False and live not in sizes:
             fit = None
         if buckets.fit(live) != fit:
-            raise Found(f"{arguments!r}: {live} fits {buckets.fit(live)}, not {fit}")
+            raise FoundError(f"{arguments!r}: {live} fits {buckets.fit(live)}, not {fit}")
     assert str(buckets)
     return "accepted"
 
@@ -309,7 +309,9 @@ def from_a_word(draw: random.Random) -> str:
 
 
 def an_arena(draw: random.Random, value: Any) -> None:
-    arena = _core.Arena(alignment=2 ** draw.randrange(64), segment_bytes=draw.choice([1, 4096, 2**40, 2**63, 2**64 - 1]))
+    arena = _core.Arena(
+        alignment=2 ** draw.randrange(64), segment_bytes=draw.choice([1, 4096, 2**40, 2**63, 2**64 - 1])
+    )
     for request in (draw.choice([1, 100, 2**62]), value, draw.choice([0, 2**63, 2**64 - 1])):
         outcome(lambda request=request: arena.allocate(request), MemoryError, TypeError, OverflowError)
         assert arena.live_bytes <= arena.reserved_bytes < 2**63

@@ -1,4 +1,4 @@
-"""Batches of anything into slots of anything: a fill does what the specification says, or refuses and writes nothing."""
+"""Batches of anything into slots of anything: a fill is what the specification says, or refuses and writes nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import devicegraph as dg
-from hostile import Found, Index, Maps, OwnError, main, odd_objects, outcome
+from hostile import FoundError, Index, Maps, OwnError, main, odd_objects, outcome
 from naive_fill import Declared, naive_fill
 from odd_tensors import not_dense, without_memory
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
 MAX_BS, MAX_TOKENS = 6, 12
 STEPS = 24
@@ -447,13 +446,13 @@ def step(
     _, error = outcome(fill)
     right = are_right and all(verdict is not False for verdict in verdicts)
     if error is None and not right:
-        raise Found(f"accepted: {told(sizes, declared, sources)}")
+        raise FoundError(f"accepted: {told(sizes, declared, sources)}")
     if error is not None:
         if right and None not in verdicts:
-            raise Found(f"refused: {error}: {told(sizes, declared, sources)}")
+            raise FoundError(f"refused: {error}: {told(sizes, declared, sources)}")
         for was, buffer in zip(before, buffers, strict=True):
             if not torch.equal(raw_bytes(buffer), was):
-                raise Found(f"written in spite of {error!r}: {told(sizes, declared, sources)}")
+                raise FoundError(f"written in spite of {error!r}: {told(sizes, declared, sources)}")
         return "refused"
     if None not in verdicts:
         check_values(declared, sources, before, ints, unread)
@@ -482,7 +481,9 @@ def check_values(
             source = None if source is None else source.as_subclass(torch.Tensor)
             naive_fill(each, wanted, source, raw, padded, unread)
         if not torch.equal(was, raw_bytes(slot.buffer)):
-            raise Found(f"slot {slot.name} holds {slot.buffer}, not {wanted}: {told({'ints': ints}, declared, sources)}")
+            raise FoundError(
+                f"slot {slot.name} holds {slot.buffer}, not {wanted}: {told({'ints': ints}, declared, sources)}"
+            )
 
 
 def told(sizes: dict[str, Any], declared: list[Declared], sources: dict[str, Source]) -> str:
