@@ -51,7 +51,7 @@ def a_tensor(draw: random.Random) -> torch.Tensor:
         case 7:
             return draw.choice(list(without_memory(torch.zeros(MAX_TOKENS)).values()))
         case 8:
-            return torch.empty_strided((MAX_TOKENS, 2), (1, MAX_TOKENS))
+            return torch.zeros(2, MAX_TOKENS).t()
         case 9:
             return torch.zeros(2, 2, 2, dtype=torch.int64)
     return tensor
@@ -148,7 +148,7 @@ def declares(draw: random.Random) -> str:
             buffer = slot.buffer
             assert buffer.dtype == slot.dtype
             assert registry.slot_names == (*before, slot.name)
-            rows = slot.slice_for(MAX_BS, MAX_TOKENS)
+            rows = slot.slice_for(registry.max_bs, registry.max_num_tokens)
             assert rows.data_ptr() == buffer.data_ptr()
     uses(draw, registry)
     if len(dg.input_buffer_pool) > pool + 4:

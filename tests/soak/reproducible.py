@@ -16,8 +16,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "target", "dist", "*.so", "__
 
 
 def build(folder: Path) -> Path:
-    """The wheel of a copy of the sources in a folder, made there as `make wheel` makes it."""
-    shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+    """The wheel of the sources in a folder, made there as `make wheel` makes it."""
     environment = Path(sys.prefix)
     subprocess.run(["make", "--no-print-directory", "wheel", f"VENV={environment}"], cwd=folder, check=True)
     (wheel,) = (folder / "dist").glob("*.whl")
@@ -37,7 +36,10 @@ def parts(wheel: Path) -> dict[str, str]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="devicegraph-") as folder:
-        first, second = (build(Path(folder) / name) for name in ("one", "another/and/deeper"))
+        copies = [Path(folder) / name for name in ("one", "another/and/deeper")]
+        for copy in copies:  # both before either is built: somebody may be at work on the sources
+            shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        first, second = map(build, copies)
         digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (first, second)]
         if digests[0] == digests[1]:
             sys.stdout.write(f"{first.name}: two builds, the same {first.stat().st_size} bytes, sha256 {digests[0]}\n")
