@@ -6,14 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find rust -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
 TRANSFORMERS := 5.17.0
+# Bytes of a wheel say nothing of the folders that it was built in: they are the same on every machine with these tools.
+REMAP := --remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo
+MATURIN := RUSTFLAGS="$(REMAP)" $(BIN)/maturin build --release --out dist
 
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format develop wheel clean
+.PHONY: help demo test check format develop wheel reproducible clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.package $(VENV)/.demo ## run a real model through captured graphs, on a GPU if there is one
 	$(BIN)/devicegraph demo
@@ -42,7 +45,10 @@ develop: $(VENV)/.tools $(VENV)/.torch-$(TORCH) $(VENV)/.demo $(VENV)/.test $(VE
 
 wheel: $(VENV)/.tools ## build the abi3 wheel into dist/
 	rm -rf dist
-	$(BIN)/maturin build --release --out dist
+	$(MATURIN)
+
+reproducible: $(VENV)/.tools ## build the wheel in two folders and compare the bytes
+	$(BIN)/python tests/soak/reproducible.py
 
 clean: ## drop what was built, the virtual environment included
 	rm -rf $(VENV) target dist
@@ -64,7 +70,7 @@ $(VENV)/.tools: pyproject.toml | $(BIN)/python
 # What is tested is the wheel that users get, not the source tree: the tests import the installed package.
 $(VENV)/.package: $(SOURCES) $(shell find python -name '*.py*') $(VENV)/.tools $(VENV)/.torch-$(TORCH)
 	rm -rf dist
-	$(BIN)/maturin build --quiet --release --out dist
+	$(MATURIN) --quiet
 	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/*.whl
 	touch $@
 

@@ -26,6 +26,9 @@ pub struct Block {
     pub bytes: u64,
 }
 
+/// The most bytes of all segments together.
+const LIMIT: u64 = i64::MAX.unsigned_abs();
+
 /// A growing set of segments, and the blocks that are free in them.
 #[derive(Debug)]
 pub struct Arena {
@@ -64,11 +67,10 @@ impl Arena {
     /// # Errors
     /// [`ArenaError::Size`] when the request or the arena would pass 2^63 bytes.
     pub fn allocate(&mut self, bytes: u64) -> Result<Block, ArenaError> {
-        let limit = i64::MAX.unsigned_abs();
         let rounded = bytes
             .max(1)
             .checked_next_multiple_of(self.alignment)
-            .filter(|&rounded| rounded <= limit && self.reserved_bytes() <= limit - rounded)
+            .filter(|&rounded| rounded <= LIMIT && self.reserved_bytes() <= LIMIT - rounded)
             .ok_or(ArenaError::Size { bytes })?;
         let found = self.free.iter().find(|&(_, &span)| span >= rounded).map(|(&place, &span)| (place, span));
         let ((segment, offset), span) = found.unwrap_or_else(|| self.open_segment(rounded));
@@ -126,8 +128,11 @@ impl Arena {
         self.peak_bytes
     }
 
+    /// A segment for a request that is within the limit; what is left of that bounds the segment, too.
     fn open_segment(&mut self, bytes: u64) -> ((usize, u64), u64) {
-        let span = bytes.max(self.segment_bytes.next_multiple_of(self.alignment));
+        let room = LIMIT - self.reserved_bytes();
+        let usual = self.segment_bytes.checked_next_multiple_of(self.alignment).unwrap_or(room);
+        let span = bytes.max(usual.min(room));
         self.segments.push(span);
         ((self.segments.len() - 1, 0), span)
     }

@@ -140,7 +140,7 @@ impl FillPlan {
         if numel == 0 {
             return;
         }
-        if region.run_count() > MAX_RUNS || numel * slot.dtype.itemsize() >= LARGE_PAD_BYTES {
+        if region.run_count() > MAX_RUNS || numel.saturating_mul(slot.dtype.itemsize()) >= LARGE_PAD_BYTES {
             self.fills.push(Fill { slot: index, region, pad });
         } else {
             let runs = region.runs();
@@ -174,7 +174,7 @@ impl FillPlan {
             || !source.is_contiguous()
             || source.device != slot.device
             || region.run_count() > MAX_RUNS
-            || numel * slot.dtype.itemsize() >= LARGE_COPY_BYTES
+            || numel.saturating_mul(slot.dtype.itemsize()) >= LARGE_COPY_BYTES
         {
             self.copies.push(Copy { slot: index, region });
         } else {

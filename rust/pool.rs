@@ -31,7 +31,7 @@ impl PoolKey {
     }
 
     fn bytes(&self) -> usize {
-        self.numel * self.dtype.itemsize()
+        self.numel.saturating_mul(self.dtype.itemsize())
     }
 }
 
@@ -162,12 +162,13 @@ impl Ledger {
 
     /// Bytes of all memories.
     pub fn bytes(&self) -> usize {
-        self.entries.iter().map(|entry| entry.key.bytes()).sum()
+        self.entries.iter().fold(0, |all, entry| all.saturating_add(entry.key.bytes()))
     }
 
     /// Bytes that the users would take besides, if each had its own.
     pub fn saved_bytes(&self) -> usize {
-        self.entries.iter().map(|entry| entry.key.bytes() * (entry.users.len() - 1)).sum()
+        let saved = |entry: &Entry| entry.key.bytes().saturating_mul(entry.users.len() - 1);
+        self.entries.iter().fold(0, |all, entry| all.saturating_add(saved(entry)))
     }
 }
 

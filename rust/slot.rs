@@ -108,8 +108,16 @@ impl Rows {
 
     /// The rows at `size`, counting whole units only.
     pub fn at(self, size: usize) -> usize {
-        self.base + self.step * (size / self.unit)
+        self.base.saturating_add(self.step.saturating_mul(size / self.unit))
     }
+}
+
+/// The most elements from the first to the last one that bytes of every type can be counted for.
+const FARTHEST: usize = isize::MAX as usize / 16;
+
+/// How many elements a shape has; what nobody could count is as many as can be.
+pub(crate) fn count(shape: &[usize]) -> usize {
+    shape.iter().fold(1, |count, size| count.saturating_mul(*size))
 }
 
 /// A block of a buffer, in elements: where it starts, and its shape and strides.
@@ -135,7 +143,7 @@ pub struct Runs {
 impl Region {
     /// How many elements it has.
     pub fn numel(&self) -> usize {
-        self.shape.iter().product()
+        count(&self.shape)
     }
 
     /// The dimensions before the longest contiguous block of inner ones, and that block's elements.
@@ -143,14 +151,14 @@ impl Region {
         let (mut outer, mut len) = (self.shape.len(), 1);
         while outer > 0 && (self.shape[outer - 1] == 1 || self.strides[outer - 1] == len) {
             outer -= 1;
-            len *= self.shape[outer];
+            len = len.saturating_mul(self.shape[outer]);
         }
         (outer, len)
     }
 
     /// How many runs it is.
     pub fn run_count(&self) -> usize {
-        self.shape[..self.block().0].iter().product()
+        count(&self.shape[..self.block().0])
     }
 
     /// The runs that it is made of.
@@ -217,7 +225,12 @@ impl SlotLayout {
             if *stride <= reach {
                 return Err(SlotFault::shared_elements(&self.name, &self.shape, &self.strides));
             }
-            reach += (size - 1) * stride;
+            // Where addresses of this machine would wrap, elements meet as well.
+            reach = (size - 1)
+                .checked_mul(*stride)
+                .and_then(|own| own.checked_add(reach))
+                .filter(|reach| *reach <= FARTHEST)
+                .ok_or_else(|| SlotFault::shared_elements(&self.name, &self.shape, &self.strides))?;
         }
         if self.axis != Axis::None {
             let needed = self.rows.at(self.capacity);

@@ -77,7 +77,8 @@ impl Source {
         if self.shape.contains(&0) {
             return 0;
         }
-        1 + self.shape.iter().zip(&self.strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>()
+        let steps = self.shape.iter().zip(&self.strides);
+        steps.fold(1, |span, (size, stride)| (size - 1).saturating_mul(*stride).saturating_add(span))
     }
 
     /// Whether its strides are those of row-major order without gaps, also along dimensions of one index: others cannot be
@@ -89,9 +90,9 @@ impl Source {
 
 /// The strides of row-major order without gaps.
 pub(crate) fn row_major(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1_usize; shape.len()];
     for dim in (1..shape.len()).rev() {
-        strides[dim - 1] = strides[dim] * shape[dim];
+        strides[dim - 1] = strides[dim].saturating_mul(shape[dim]);
     }
     strides
 }

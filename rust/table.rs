@@ -9,7 +9,7 @@ mod entry;
 use entry::packing;
 pub use entry::{Buffer, Entry, entries};
 
-use crate::slot::SlotLayout;
+use crate::slot::{SlotLayout, count};
 use crate::step::{Source, Work, row_major};
 
 /// The most entries of one launch: as many as fit into a kernel's parameters.
@@ -125,7 +125,7 @@ impl Table {
                 let found = entries(slot, buffer, work, Some(&packed))?;
                 let dtype = work.live?.from;
                 let at = self.end_of_staged;
-                let end = at + source.shape.iter().product::<usize>() * dtype.itemsize();
+                let end = at.saturating_add(count(&source.shape).saturating_mul(dtype.itemsize()));
                 if end > place.staged_bytes {
                     return None;
                 }

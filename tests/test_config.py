@@ -8,6 +8,7 @@ import datetime
 import json
 import pickle
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,6 +169,20 @@ def test_an_object_that_contains_itself_is_refused() -> None:
     cycle["decode"] = cycle
     with pytest.raises(ConfigError, match=r"decode\.decode: no such key"):
         CudaGraphConfig.from_dict(cycle)
+
+
+def test_a_list_without_end_is_refused_as_none_of_sizes() -> None:
+    class Endless(Sequence[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: Any) -> Any:
+            return 4
+
+    for sizes in (range(1, 10**12), Endless()):
+        for make in (lambda sizes=sizes: PhaseConfig(bs=sizes), lambda sizes=sizes: dg.decode_buckets(bs=sizes)):
+            with pytest.raises(ConfigError, match=r"`more than 1048576 items` is of type `.*`, not a list of integers"):
+                make()
 
 
 def test_an_exception_of_the_callers_mapping_is_the_callers() -> None:

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("configuration.md", "migrating-options.md", "buckets.md", "metrics.md", "ranks.md", "transformers.md")
+PAGES = (
+    "buckets.md",
+    "configuration.md",
+    "metrics.md",
+    "migrating-modules.md",
+    "migrating-options.md",
+    "ranks.md",
+    "transformers.md",
+)
 
 _BLOCK = re.compile(r"^```(?P<language>\w+) ?(?P<file>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -127,6 +135,21 @@ def test_the_table_of_deprecated_options_is_that_of_the_code() -> None:
         for option in CONFIG_OPTIONS
         if option.replacement is not None
     ]
+
+
+def test_the_table_of_modules_names_what_there_is() -> None:
+    rows = list(_rows("migrating-modules.md", "## Which name became which"))
+    assert len(rows) > 20
+    for _, there, here, about in rows:
+        names = re.findall(r"`([\w.]+)`", here)
+        for name in names:
+            owner, _, member = name.partition(".")
+            assert not member or hasattr(getattr(dg, owner), member), name
+            assert hasattr(dg, owner), name
+        # What kept its name is said to have: nothing of ours is passed off as theirs.
+        kept = {name for name in re.findall(r"`(\w+)`", there) if name in dg.__all__}
+        assert kept <= set(names), (there, here)
+        assert about
 
 
 def test_the_tables_of_figures_name_what_there_is() -> None:

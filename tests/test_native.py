@@ -198,19 +198,23 @@ class LyingShape(torch.Tensor):
         return (2,)
 
 
-@pytest.mark.parametrize("kind", [LyingAddress, LyingShape])
-def test_memory_is_read_where_it_is_whatever_a_subclass_says(kind: type[torch.Tensor]) -> None:
-    if native.EXCHANGE is None:
-        pytest.skip("this torch has no other way to ask")
+class RefusesFunctions(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Any:
+        raise AssertionError("asked")
+
+
+@pytest.mark.parametrize("executor", ["native", "foreach"])
+@pytest.mark.parametrize("kind", [LyingAddress, LyingShape, RefusesFunctions])
+def test_memory_is_read_where_it_is_whatever_a_subclass_says(kind: type[torch.Tensor], executor: Any) -> None:
     slot = ids()
-    registry = registry_of(slot, executor="native")
-    source = torch.tensor([5, 6, 7])[: 2 if kind is LyingAddress else 3].as_subclass(kind)
-    if kind is LyingShape:
-        with pytest.raises(ValueError, match=r"^a source's attributes are not those of its memory$"):
-            registry.fill_from({"ids": source}, **SIZES)
-    else:
-        registry.fill_from({"ids": source}, **SIZES)
-        assert slot.buffer is not None
+    registry = registry_of(slot, executor=executor)
+    assert slot.buffer is not None
+    for _ in range(2):
+        registry.fill_from({"ids": torch.tensor([5, 6, 7])[:2].as_subclass(kind)}, **SIZES)
+        assert slot.buffer[:4].tolist() == [5, 6, 0, 0]
+        with pytest.raises(dg.SlotError, match="the source has 3 rows, the batch 2"):
+            registry.fill_from({"ids": torch.tensor([7, 8, 9]).as_subclass(kind)}, **SIZES)
         assert slot.buffer[:4].tolist() == [5, 6, 0, 0]
 
 

@@ -112,6 +112,19 @@ def test_a_function_gives_any_number_of_rows_and_nothing_leaves_the_slot_alone()
     assert slot.buffer.tolist() == [1, 2, 0, 0, 0, 0, 5, 5]
 
 
+def test_a_function_is_called_whatever_it_is_as_a_truth_value() -> None:
+    class Gives:
+        def __len__(self) -> int:
+            return 0
+
+        def __call__(self, *_: object) -> torch.Tensor:
+            return torch.tensor([7])
+
+    slot = by_token("given", source_fn=Gives())
+    registry_of(slot).fill_from({"other": 1}, **sizes(1, 2))
+    assert slot.buffer.tolist()[:2] == [7, 0]
+
+
 def test_functions_and_hooks_get_the_batch_and_the_sizes() -> None:
     seen: list[Any] = []
 

@@ -21,6 +21,7 @@ from devicegraph.slots import (
     buffer_of,
     fault,
     fits,
+    has_memory,
     kind_of,
     name_of,
     row_major,
@@ -49,7 +50,8 @@ def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Ten
         srcs: read; cast where the dtypes differ.
 
     Raises:
-        SlotError: `length-mismatch`, `not-a-tensor` or `wrong-shape`; nothing was copied.
+        SlotError: `length-mismatch`, `not-a-tensor` or `wrong-shape`; `shared-elements`, `bound-inference` or
+            `bound-grad` for a destination that cannot be written. Nothing was copied.
     """
     if len(dsts) != len(srcs):
         message = f"{len(dsts)} destinations for {len(srcs)} sources"
@@ -63,11 +65,27 @@ def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Ten
             sides = {"expected": str(list(dst.shape)), "given": str(list(src.shape))}
             message = f"source {index} has shape {sides['given']}, its destination {sides['expected']}"
             raise SlotError(message, code="wrong-shape", **sides)
+        _check_copy(index, dst, src)
         group = groups.setdefault((dst.dtype, src.dtype, dst.device, src.device), ([], []))
         group[0].append(dst)
         group[1].append(src)
     for group_dsts, group_srcs in groups.values():
         _copy_group(group_dsts, group_srcs)
+
+
+def _check_copy(index: int, dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Refuses what torch would in the middle of a group."""
+    if type(dst).__torch_dispatch__ is type(src).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        for side, tensor in (("destination", dst), ("source", src)):
+            if not dst.is_meta and not has_memory(tensor):
+                raise SlotError(f"{side} {index} has no memory", code="not-a-tensor", hint="pass dense tensors")
+    if any(size > 1 and stride == 0 for size, stride in zip(dst.shape, dst.stride(), strict=True)):
+        raise SlotError(f"elements of destination {index} share memory", code="shared-elements", hint="pass a copy")
+    if dst.is_inference() and not torch.is_inference_mode_enabled():
+        what = f"destination {index} was made in `inference_mode` and cannot be written outside it"
+        raise SlotError(what, code="bound-inference", hint="make it under `torch.inference_mode(False)`")
+    if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
+        raise SlotError(f"destination {index} requires grad", code="bound-grad", hint="pass `tensor.detach()`")
 
 
 def _copy_group(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:

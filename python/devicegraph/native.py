@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from devicegraph.fill import FillProgram, ForeachExecutor
     from devicegraph.steps import Described, Sizes
 
-__all__ = ["NativeExecutor", "NativeProgram", "compiled", "kernel_on", "tables_of", "why_no_kernel", "why_not_native"]
+__all__ = [
+    "EXCHANGE",
+    "KINDS",
+    "NativeExecutor",
+    "NativeProgram",
+    "compiled",
+    "kernel_on",
+    "tables_of",
+    "why_no_kernel",
+    "why_not_native",
+]
 
 #: The most bytes of one slot's host source that are staged. Beyond, a copy by the device's engine is faster than a
 #: kernel that reads host memory.
@@ -54,7 +64,7 @@ _NUMBER_DTYPES: Final = frozenset(
 EXCHANGE: Final = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 #: Objects of these classes are read by their memory; subclasses may mean something else by it.
-_KINDS: Final = (torch.Tensor, torch.nn.Parameter)
+KINDS: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def why_not_native(slots: Sequence[GraphSlot]) -> str | None:
@@ -157,7 +167,7 @@ def tables_of(slots: Sequence[GraphSlot], planner: FillPlanner, cuda: int | None
         planner,
         [(buffer_of(slot).data_ptr(), span_bytes(buffer_of(slot)), _pad_bits(slot)) for slot in slots],
         fields=[slot.name if slot.is_plain else None for slot in slots],
-        kinds=_KINDS,
+        kinds=KINDS,
         exchange=EXCHANGE,
         kernel=own,
         stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", None),

@@ -181,7 +181,8 @@ class InputBufferPool:
 
 
 def _check_poolable(name: object, buffer: torch.Tensor) -> None:
-    if not isinstance(name, str):
+    # Lone surrogates are no text outside of Python.
+    if not isinstance(name, str) or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise SlotError(f"`{shown(name)}` is no name of an input", code="bad-name", hint="use text, as `input_ids`")
     kind = unmovable(buffer)
     if kind is not None:

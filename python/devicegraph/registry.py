@@ -156,7 +156,10 @@ class CudaGraphBufferRegistry:
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         #: Whether there are slots for what a pipeline stage before sends.
         self.has_proxies = any(slot.name.startswith("pp_proxy_tensors.") for slot in slots)
-        self._functions = [(index, slot) for index, slot in enumerate(slots) if slot.source_fn or slot.value_fn]
+        # A function may be any object that can be called, also one that is false.
+        self._functions = [
+            (index, slot) for index, slot in enumerate(slots) if slot.source_fn is not None or slot.value_fn is not None
+        ]
         #: Whether a slot on a CUDA device may have its source on the host.
         self._is_staged = any(slot.source_device is not None and buffer_of(slot).is_cuda for slot in slots)
         self._hooks = [(slot.post_fill, buffer_of(slot)) for slot in slots if slot.post_fill is not None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from devicegraph.native import EXCHANGE, compiled, tables_of
+from devicegraph.native import EXCHANGE, KINDS, compiled, tables_of
 from devicegraph.registration import span_bytes
 from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
@@ -140,6 +140,7 @@ class PreparedSteps:
                 return step
         except (AttributeError, RuntimeError, TypeError, Warning):
             pass  # something is no dense tensor (reading a fake one's address may warn): preparing the step says what
+        _lay_bare(sources)
         return self._prepare(sizes, sources)
 
     def _is_for(self, step: Step, sources: Sequence[Any]) -> bool:
@@ -211,6 +212,20 @@ class PreparedSteps:
                 if max(starts) < min(ends) and not (other is slot and _is_in_place(source, slot)):
                     what = f"the source shares memory with slot `{other.name}`"
                     raise fault(slot.name, "source-overlap", what, hint="pass a copy, or the slot's own rows")
+
+
+def _lay_bare(sources: list[Any]) -> None:
+    """Replaces tensors of subclasses by plain ones on the same memory: what a subclass says of itself may be anything.
+
+    Those that carry out operators themselves are left: they may have no memory of their elements.
+    """
+    for index, source in enumerate(sources):
+        kind = type(source)
+        if kind in KINDS or not issubclass(kind, torch.Tensor):
+            continue
+        if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            with torch._C.DisableTorchFunctionSubclass():
+                sources[index] = torch.Tensor.as_subclass(source, torch.Tensor)
 
 
 def _known(slot: GraphSlot, source: Any) -> Known:

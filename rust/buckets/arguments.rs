@@ -134,7 +134,11 @@ impl BytesPerSize {
 impl Checked {
     pub(super) fn buckets(&self, default: impl FnOnce(u32) -> Vec<u32>) -> Result<Buckets, ConfigError> {
         // Nobody named the entries of a default list, so they move to the next multiple where named ones are dropped.
-        let align = |size: u32| size.next_multiple_of(self.rules.alignment);
+        let alignment = self.rules.alignment;
+        let align = |size: u32| match size.next_multiple_of(alignment) {
+            up if up > LARGEST_SIZE => up - alignment, // no size at all: the largest multiple that is one
+            up => up,
+        };
         let asked = self.bs.clone().unwrap_or_else(|| default(self.maximum).into_iter().map(align).collect());
         let buckets = Buckets::new(asked, self.rules);
         let Some(bytes) = &self.bytes else { return Ok(buckets) };

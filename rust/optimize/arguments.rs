@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::Candidates;
 use crate::buckets::BytesPerSize;
-use crate::config::Checker;
+use crate::config::{Checker, LARGEST_SIZE};
 use crate::document::Value;
 use crate::error::{ConfigError, Expected, Problem};
 
@@ -55,7 +55,7 @@ impl Arguments {
         let maximum = checker.size("maximum", &self.maximum);
         let alignment = checker.size("alignment", &self.alignment).unwrap_or(1);
         let limit = checker.size("limit", &self.limit);
-        let full = limit.map_or(u32::MAX, |limit| limit - limit % alignment);
+        let full = limit.unwrap_or(LARGEST_SIZE) / alignment * alignment;
         if full == 0 {
             checker.report("limit", &self.limit, Problem::LimitBelowAlignment { alignment });
         }

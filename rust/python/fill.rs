@@ -96,7 +96,8 @@ impl FillTables {
         ring: Option<Py<HostRing>>,
     ) -> PyResult<Self> {
         let exchange = exchange.map(Exchange::new).transpose()?.flatten();
-        let mut spans: Vec<_> = buffers.iter().map(|(address, bytes, _)| (*address, address + bytes)).collect();
+        let mut spans: Vec<_> =
+            buffers.iter().map(|(address, bytes, _)| (*address, address.saturating_add(*bytes))).collect();
         spans.sort_unstable();
         let device = kernel.map(|(index, kernel)| (index, kernel.0.clone()));
         let shared = Arc::new(Shared { exchange, kinds, device, fields, stream_of, spans });
@@ -165,7 +166,7 @@ impl FillTables {
         };
         let dtype = DType::parse(&source.dtype)?;
         let form = Form::new(dtype.name(), &source.shape, &source.strides, cuda)?;
-        Some(Wanted::Tensor(form, (source.span() * dtype.itemsize()) as u64))
+        Some(Wanted::Tensor(form, source.span().saturating_mul(dtype.itemsize()) as u64))
     }
 }
 

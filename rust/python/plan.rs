@@ -1,5 +1,6 @@
 //! `SlotLayout`, `FillPlanner` and what they plan: plain values in, plain values out.
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -64,6 +65,9 @@ impl SlotLayout {
         allow_narrowing: bool,
         prefix: bool,
     ) -> PyResult<Self> {
+        if strides.len() != shape.len() {
+            return Err(PyValueError::new_err("a shape and strides of other lengths"));
+        }
         let (base, step, unit) = rows;
         let layout = slot::SlotLayout {
             axis: axis.parse()?,

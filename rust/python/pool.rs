@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 
 use crate::pool::{Ledger, PoolKey, Reliance};
+use crate::slot::count;
 
 /// Who shares which input buffer; it holds no memory.
 #[pyclass(frozen, module = "devicegraph._core")]
@@ -40,7 +41,7 @@ impl PoolLedger {
         fed: bool,
         owner: String,
     ) -> PyResult<(u64, u64, bool)> {
-        let key = PoolKey::new(name, shape.iter().product(), dtype, device, current_index)?;
+        let key = PoolKey::new(name, count(&shape), dtype, device, current_index)?;
         let reliance = Reliance { policy: policy.parse()?, pad, shape, rewrites, fed };
         let joined = self.lock().join(key, owner, reliance);
         Ok((joined.entry, joined.user, joined.fresh))

@@ -6,6 +6,7 @@ use pyo3::types::{
 };
 
 use super::phase::PyPhaseConfig;
+use crate::config::LARGEST_SIZE;
 use crate::document::Value;
 
 /// Sizes or strides. Those of a tuple, as `torch.Size` is, or of a list are taken without asking for an iterator.
@@ -33,6 +34,9 @@ impl<'py> FromPyObject<'_, 'py> for Dims {
 
 /// No configuration nests this deep; an object that contains itself does.
 const DEEPEST: usize = 8;
+
+/// No list is longer: there are no more sizes. A range may well be, and a sequence that lies has no end.
+const LONGEST: usize = LARGEST_SIZE as usize;
 
 /// Reads what a caller gave; an exception comes only from the caller's own mapping or sequence.
 pub(super) fn to_value(object: &Bound<'_, PyAny>) -> PyResult<Value> {
@@ -72,8 +76,13 @@ fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
         }
         let bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
         if let (false, Ok(sequence)) = (bytes, object.cast::<PySequence>()) {
-            let items = sequence.try_iter()?.map(|item| read(&item?, depth - 1));
-            return items.collect::<PyResult<_>>().map(Value::List);
+            let items = sequence.try_iter()?.take(LONGEST + 1).map(|item| read(&item?, depth - 1));
+            let items: Vec<_> = items.collect::<PyResult<_>>()?;
+            if items.len() <= LONGEST {
+                return Ok(Value::List(items));
+            }
+            let kind = object.get_type().name()?.to_string_lossy().into_owned();
+            return Ok(Value::Foreign { repr: format!("more than {LONGEST} items"), kind });
         }
     }
     integer(object).map_or_else(|| foreign(object), |number| Ok(number_of(&number)))

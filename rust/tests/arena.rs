@@ -100,6 +100,19 @@ fn a_block_released_twice_is_refused_and_nothing_changes() {
 }
 
 #[test]
+fn segments_of_any_length_stay_within_what_an_arena_can_hold() {
+    for (alignment, segment) in [(1, u64::MAX), (64, u64::MAX - 1), (1 << 62, 3 << 62), (1 << 40, i64::MAX as u64)] {
+        let mut arena = Arena::new(alignment, segment).unwrap();
+        let first = arena.allocate(1).unwrap();
+        assert_eq!((first.offset, first.bytes), (0, alignment));
+        let reserved = arena.reserved_bytes();
+        assert!((alignment..=i64::MAX as u64).contains(&reserved), "{reserved} bytes");
+        let next = arena.allocate(1 << 62);
+        assert!(next.is_ok_and(|block| block.segment == 0) || arena.reserved_bytes() == reserved);
+    }
+}
+
+#[test]
 fn the_lowest_place_with_room_is_taken() {
     let mut arena = Arena::new(64, 64 * 16).unwrap();
     let blocks: Vec<Block> = [1, 4, 1, 2, 8].iter().map(|units| arena.allocate(units * 64).unwrap()).collect();

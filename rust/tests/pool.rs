@@ -75,6 +75,7 @@ fn a_memory_is_forgotten_with_its_last_user() {
     let (first, second) = (join(&mut ledger), join(&mut ledger));
     assert_eq!((first.fresh, second.fresh, first.entry), (true, false, second.entry));
     assert_eq!(ledger.owners(first.entry), ["decode", "decode"]);
+    assert_eq!((ledger.len(), ledger.is_empty()), (1, false));
     assert_eq!(ledger.leave(first.user), None);
     assert_eq!(ledger.owners(first.entry), ["decode"]);
     assert_eq!(ledger.leave(first.user), None, "leaving twice is harmless");

@@ -15,6 +15,7 @@ import torch
 
 from devicegraph.backends.base import BaseCudaGraphBackend
 from devicegraph.backends.split_ops import OLDEST_TORCH_FOR_PIECES, split_operators
+from devicegraph.devices.plugins import load_class
 from devicegraph.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -44,21 +45,14 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
 
     Raises:
         BackendError: `backend-not-available` where there is none, with those that there are; `plugin-failed` where an
-            entry point cannot be loaded.
+            entry point cannot be loaded, or is none.
     """
     name = f"{device_type}:{backend}"
     if name in _BACKENDS:
         module, attribute = _BACKENDS[name].split(":")
         return cast("type[BaseCudaGraphBackend]", getattr(importlib.import_module(module), attribute))
     for point in entry_points(group=_ENTRY_POINTS, name=name):
-        try:
-            return cast("type[BaseCudaGraphBackend]", point.load())
-        except Exception as error:
-            raise BackendError(
-                f"backend `{name}` cannot be loaded from `{point.value}`: {error}",
-                code="plugin-failed",
-                hint=f"repair or remove the package that provides the entry point `{name}` of `{_ENTRY_POINTS}`",
-            ) from error
+        return load_class(point, BaseCudaGraphBackend, f"backend `{name}`")
     raise BackendError(
         f"backend `{backend}` is not available on device `{device_type}`",
         code="backend-not-available",
@@ -69,7 +63,8 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
 def backend_words(device_type: str) -> list[str]:
     """The configuration's words that mean something on a device; `disabled` is one everywhere."""
     known = sorted({*_BACKENDS, *(point.name for point in entry_points(group=_ENTRY_POINTS))})
-    return [*(entry.split(":")[1] for entry in known if entry.split(":")[0] == device_type), "disabled"]
+    parts = [entry.partition(":") for entry in known]
+    return [*(word for device, _, word in parts if device == device_type and word), "disabled"]
 
 
 def resolve_decode_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | None:

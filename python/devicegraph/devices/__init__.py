@@ -25,6 +25,7 @@ from devicegraph.devices.adapter import (
     UpdatableCall,
 )
 from devicegraph.devices.graph_pool import GraphMemoryPool
+from devicegraph.devices.plugins import load_class
 from devicegraph.errors import BackendError
 
 __all__ = [
@@ -68,7 +69,7 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
         _check_available(_adapter_class(named), device)
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # text that is none, and numbers of more than 64 bits
         raise BackendError(
             f"{device!r} is no device of this torch",
             code="unknown-device",
@@ -82,19 +83,31 @@ def get_device_adapter(device: torch.device | str | int) -> DeviceAdapter:
 def _is_known_to_torch(device_type: str) -> bool:
     try:
         torch.device(device_type)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return False
     return True
 
 
 def _check_available(adapter: type[DeviceAdapter], device: object) -> None:
-    availability = adapter.availability()
+    availability = _availability(adapter)
     if not availability:
         raise BackendError(
             f"device `{device}` is not available here: {availability.reason}",
             code="device-not-available",
             hint=availability.hint,
         )
+
+
+def _availability(adapter: type[DeviceAdapter]) -> Availability:
+    """What an adapter says of its device; one that cannot say it is at fault itself."""
+    fault = f"the adapter `{adapter.__name__}` cannot say whether its device is available"
+    try:
+        availability = adapter.availability()
+    except Exception as error:
+        raise BackendError(f"{fault}: {type(error).__name__}: {error}", code="plugin-failed") from error
+    if not isinstance(availability, Availability):
+        raise BackendError(f"{fault}: it says a `{type(availability).__name__}`", code="plugin-failed")
+    return availability
 
 
 def device_types() -> list[str]:
@@ -105,7 +118,7 @@ def device_types() -> list[str]:
 def device_availability(device_type: str) -> Availability:
     """Whether devices of a type can be used here; an adapter that cannot be loaded is a reason like others."""
     try:
-        return _adapter_class(device_type).availability()
+        return _availability(_adapter_class(device_type))
     except BackendError as error:
         return Availability(False, error.message, error.hint)
 
@@ -115,14 +128,7 @@ def _adapter_class(device_type: str) -> type[DeviceAdapter]:
         module, name = _ADAPTERS[device_type].split(":")
         return cast("type[DeviceAdapter]", getattr(importlib.import_module(module), name))
     for point in entry_points(group=_ENTRY_POINTS, name=device_type):
-        try:
-            return cast("type[DeviceAdapter]", point.load())
-        except Exception as error:
-            raise BackendError(
-                f"the adapter of device `{device_type}` cannot be loaded from `{point.value}`: {error}",
-                code="plugin-failed",
-                hint=f"repair or remove the package that provides the entry point `{point.name}` of `{_ENTRY_POINTS}`",
-            ) from error
+        return load_class(point, DeviceAdapter, f"the adapter of device `{device_type}`")
     raise BackendError(
         f"no adapter for device `{device_type}`",
         code="unknown-device",

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use devicegraph::buckets::{Arguments, Buckets};
+use devicegraph::config::LARGEST_SIZE;
 use devicegraph::document::Value;
 use insta::assert_snapshot;
 use proptest::collection::vec;
@@ -70,6 +71,21 @@ proptest! {
             prop_assert_eq!(buckets.maximum(), maximum.next_multiple_of(alignment));
             prop_assert!(buckets.sizes().iter().all(|size| size.is_multiple_of(alignment)));
             prop_assert_eq!(buckets.dropped().count(), 0);
+        }
+    }
+
+    #[test]
+    fn no_alignment_makes_a_bucket_that_is_no_size(below in 0..200u32, alignment in 1..LARGEST_SIZE, dense: bool) {
+        let preset = Value::Text((if dense { "dense" } else { "default" }).into());
+        let arguments = Arguments {
+            maximum: int(LARGEST_SIZE - below),
+            alignment: int(alignment),
+            preset,
+            ..Arguments::default()
+        };
+        for buckets in [decode(&arguments), Buckets::prefill(&arguments).expect("the arguments are good")] {
+            prop_assert!(buckets.maximum() <= LARGEST_SIZE && LARGEST_SIZE - buckets.maximum() < alignment + below);
+            prop_assert!(buckets.sizes().iter().all(|size| size.is_multiple_of(alignment)));
         }
     }
 

@@ -241,6 +241,27 @@ fn large_heads_and_tails_leave_the_group() {
 }
 
 #[test]
+fn what_is_large_is_counted_in_bytes_whatever_the_elements() {
+    for (dtype, bytes) in [("uint8", 1), ("int64", 8)] {
+        let alone = LARGE_COPY_BYTES / bytes / (1 << 16);
+        let mut rows = slot("input_embeds", dtype, &[64, 1 << 16]);
+        (rows.dim, rows.capacity) = (0, 64);
+        for (count, copies) in [(alone - 1, 0), (alone, 1)] {
+            let given = [source(dtype, &[count, 1 << 16])];
+            let plan = planned(vec![rows.clone()], [0, 0, count, count], &given).unwrap();
+            assert_eq!((plan.copies.len(), plan.groups.len()), (copies, 1 - copies), "{count} rows of {dtype}");
+        }
+        let most = LARGE_PAD_BYTES / bytes;
+        let mut tail = slot("positions", dtype, &[most]);
+        tail.capacity = most;
+        for (count, fills) in [(most - 1, 0), (most, 1)] {
+            let plan = planned(vec![tail.clone()], [0, 0, 0, count], &[]).unwrap();
+            assert_eq!((plan.fills.len(), plan.groups.len()), (fills, 1 - fills), "{count} elements of {dtype}");
+        }
+    }
+}
+
+#[test]
 fn rows_narrower_than_the_slot_cost_no_call_while_few_and_one_copy_when_many() {
     let pages = SlotLayout { dim: 0, prefix: true, ..slot("pages", "int32", &[24, 6]) };
     for (rows, calls) in [(MAX_RUNS, 1), (MAX_RUNS + 1, 2)] {
