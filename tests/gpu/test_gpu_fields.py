@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 import devicegraph as dg
 from overlapping_engine import Overlapping, eager
+from waits import refusing_to_wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -25,16 +24,6 @@ def runner_for(engine: Any, bs: list[int], **options: Any) -> dg.DecodeCudaGraph
         num_tokens_per_bs=getattr(engine, "tokens_per_request", 1),
         **options,
     )
-
-
-@contextmanager
-def waits_are_errors() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 class Counting:
@@ -77,7 +66,7 @@ def test_counts_in_a_graph_are_those_of_the_step_and_are_not_waited_for(executor
                 batch.num_token_non_padded = torch.tensor([bs], device="cuda")
             elif where == "host":
                 batch.num_token_non_padded_cpu = bs
-            with waits_are_errors():
+            with refusing_to_wait():
                 outputs.append((bs, bucket, ids, runner.run(batch).clone()))
         for bs, bucket, ids, output in outputs:
             share = bucket // 2
@@ -114,7 +103,7 @@ def test_encoded_lengths_are_read_on_the_host_alone() -> None:
                 input_ids=torch.arange(3, device="cuda"),
                 encoder_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
             )
-            with waits_are_errors():
+            with refusing_to_wait():
                 assert runner.can_run(batch).code == "encoder-lens-unknown"
                 batch.encoder_lens_cpu = lengths
                 assert runner.can_run(batch).code == code

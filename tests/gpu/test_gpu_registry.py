@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import devicegraph as dg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from waits import refusing_to_wait
 
 DEVICE = "cuda"
 MAX = 64
@@ -88,19 +84,6 @@ def test_fills_leave_the_bytes_that_they_leave_on_the_cpu(seed: int, executor: A
             here.fill_from(batch or {"nothing": 0}, **sizes)
         for slot, like in zip(here.slots, there.slots, strict=True):
             assert slot.buffer.cpu().view(torch.uint8).equal(like.buffer.view(torch.uint8)), (slot, sizes)
-
-
-@contextlib.contextmanager
-def refusing_to_wait() -> Iterator[None]:
-    """Makes torch raise where the host waits for the device."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # setting the mode warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_neither_a_first_nor_a_later_fill_waits_for_the_device() -> None:
