@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph.backends import split_ops
+from devicegraph.plans import as_text, differences, plan_of
 from engines import LENGTH, VOCABULARY, config
 from overlapping_engine import Overlapping, eager
 
@@ -228,6 +229,13 @@ def test_buckets_are_those_that_halve_evenly() -> None:
     spread = Overlapping(require_gathered_buffer=True, enable_num_token_non_padded=True, attn_tp_size=2)
     with runner_for(spread, [2, 4, 6, 8]) as runner:
         assert list(runner.buckets) == [4, 8]
+
+
+def test_ranks_of_which_one_splits_its_batches_have_different_plans() -> None:
+    plans = [
+        as_text(plan_of([runner_for(Overlapping(), [2, 4], tbo=tbo)])) for tbo in (dg.TboCudaGraphRunnerPlugin(), None)
+    ]
+    assert [found.path for found in differences(dict(enumerate(plans)))] == ["decode.tbo"]
 
 
 def test_batches_may_be_mappings_and_one_without_a_place_for_halves_is_refused() -> None:

@@ -64,6 +64,8 @@ def _plan_of(runner: BaseCudaGraphRunner) -> Plan:
             name: getattr(runner, name) for name in ("num_tokens_per_bs", "max_padding_factor") if hasattr(runner, name)
         },
     }
+    if getattr(runner, "tbo", None) is not None:
+        values["tbo"] = True
     plan = {path: json.dumps(value) for path, value in values.items()}
     for slot in runner.buffer_registry.slots:
         assert slot.buffer is not None  # it is registered
