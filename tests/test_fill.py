@@ -502,3 +502,23 @@ def test_grouped_copies_of_lists_that_do_not_match_are_refused() -> None:
     with pytest.raises(SlotError, match=r"^2 destinations for 1 sources \[length-mismatch\]$"):
         grouped_foreach_copy_(dsts, [torch.ones(2)])
     assert dsts[0].sum() == 0
+
+
+def test_a_grouped_copy_into_what_cannot_be_written_copies_nothing() -> None:
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    for bad, code in (
+        (torch.zeros(1).expand(3), "shared-elements"),
+        (inference, "bound-inference"),
+        (torch.zeros(3, requires_grad=True), "bound-grad"),
+        (freed, "not-a-tensor"),
+        (torch._neg_view(torch.zeros(3)), "not-a-tensor"),
+    ):
+        good = torch.zeros(3)
+        with pytest.raises(SlotError) as caught:
+            grouped_foreach_copy_([good, bad], [torch.ones(3), torch.ones(3)])
+        assert (caught.value.code, good.tolist()) == (code, [0, 0, 0])
+    with pytest.raises(SlotError, match="source 0 has no memory"):
+        grouped_foreach_copy_([torch.zeros(3)], [torch.ones(3, device="meta")])

@@ -79,6 +79,8 @@ def _check_copy(index: int, dst: torch.Tensor, src: torch.Tensor) -> None:
         for side, tensor in (("destination", dst), ("source", src)):
             if not dst.is_meta and not has_memory(tensor):
                 raise SlotError(f"{side} {index} has no memory", code="not-a-tensor", hint="pass dense tensors")
+    if dst.is_neg() or dst.is_conj():
+        raise SlotError(f"destination {index} is a lazy view", code="not-a-tensor", hint="pass dense tensors")
     if any(size > 1 and stride == 0 for size, stride in zip(dst.shape, dst.stride(), strict=True)):
         raise SlotError(f"elements of destination {index} share memory", code="shared-elements", hint="pass a copy")
     if dst.is_inference() and not torch.is_inference_mode_enabled():

@@ -1,6 +1,6 @@
 //! What a bucket list is asked for with, checked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{Buckets, Rules};
 use crate::config::{Checker, LARGEST_SIZE};
@@ -51,7 +51,7 @@ pub(crate) enum BytesPerSize {
     /// The same for each.
     Same(u64),
     /// By size, unchecked.
-    Each(Vec<(String, Value)>),
+    Each(HashMap<String, Value>),
 }
 
 impl Arguments {
@@ -105,7 +105,8 @@ impl BytesPerSize {
                 None
             }
             Value::Null => None,
-            Value::Object(table) => Some(Self::Each(table.clone())),
+            // Of entries with one name the first counts.
+            Value::Object(table) => Some(Self::Each(table.iter().rev().cloned().collect())),
             Value::Int(_) => checker.count(path, given).map(Self::Same),
             other => {
                 checker.report(path, other, Problem::WrongType(Expected::BytesPerSize));
@@ -119,9 +120,9 @@ impl BytesPerSize {
         let (path, name) = (format!("bytes_per_size[{size}]"), size.to_string());
         match self {
             Self::Same(bytes) => return *bytes,
-            Self::Each(table) => match table.iter().find(|(entry, _)| *entry == name) {
+            Self::Each(table) => match table.get(&name) {
                 None => checker.report(&path, &Value::Null, Problem::NoBytesOfSize),
-                Some((_, value)) => {
+                Some(value) => {
                     checker.given(&path, value, Expected::Count);
                     return checker.count(&path, value).unwrap_or_default();
                 }

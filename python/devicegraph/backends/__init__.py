@@ -52,7 +52,8 @@ def backend_class(device_type: str, backend: str) -> type[BaseCudaGraphBackend]:
         module, attribute = _BACKENDS[name].split(":")
         return cast("type[BaseCudaGraphBackend]", getattr(importlib.import_module(module), attribute))
     for point in entry_points(group=_ENTRY_POINTS, name=name):
-        return load_class(point, BaseCudaGraphBackend, f"backend `{name}`")
+        what = f"backend `{name}`"
+        return load_class(point, BaseCudaGraphBackend, what)  # type: ignore[type-abstract]  # what derives from it is not
     raise BackendError(
         f"backend `{backend}` is not available on device `{device_type}`",
         code="backend-not-available",

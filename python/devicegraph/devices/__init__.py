@@ -128,7 +128,8 @@ def _adapter_class(device_type: str) -> type[DeviceAdapter]:
         module, name = _ADAPTERS[device_type].split(":")
         return cast("type[DeviceAdapter]", getattr(importlib.import_module(module), name))
     for point in entry_points(group=_ENTRY_POINTS, name=device_type):
-        return load_class(point, DeviceAdapter, f"the adapter of device `{device_type}`")
+        what = f"the adapter of device `{device_type}`"
+        return load_class(point, DeviceAdapter, what)  # type: ignore[type-abstract]  # what derives from it is not
     raise BackendError(
         f"no adapter for device `{device_type}`",
         code="unknown-device",
