@@ -249,7 +249,7 @@ def test_a_manager_has_graphs_once(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"manager": object()}, "is no `ContinuousBatchingManager`"),
+        ({"manager": "manager"}, "is no `ContinuousBatchingManager`"),
         ({"config": {"decode": {}}}, "is no `CudaGraphConfig`"),
         ({"key_sizes": [0]}, "key_sizes: 0 is not an integer from 1"),
         ({"key_sizes": []}, "key_sizes: there is none"),
