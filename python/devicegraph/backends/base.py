@@ -18,6 +18,7 @@ import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
 from devicegraph.errors import BackendError, CaptureError
+from devicegraph.forking import ParentsGraphs, watch_forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -133,6 +134,11 @@ class BaseCudaGraphBackend(ABC):
         self._barrier = barrier
         self._stream: Any = None
         self._captured: dict[Hashable, Captured[Any]] = {}
+        watch_forks(self)
+
+    def leave_to_parent(self) -> None:
+        """See `forking`: whoever asks for a graph in a child gets a `ReplayError` (`forked`)."""
+        self._captured = ParentsGraphs(f"the {self.phase} backend", self._captured)
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
