@@ -62,8 +62,10 @@ class Calls:
     def watch(self, owner: str, thing: Any, names: tuple[str, ...] | None = None) -> Any:
         """Notes the calls of an object's methods, by default of all public ones."""
         if names is None:
-            found = inspect.getmembers_static(type(thing), inspect.isfunction)
-            names = tuple(name for name, _ in found if not name.startswith("_"))
+            methods = (
+                name for kind in type(thing).__mro__ for name, value in vars(kind).items() if inspect.isfunction(value)
+            )
+            names = tuple(dict.fromkeys(name for name in methods if not name.startswith("_")))
         for name in names:
             setattr(thing, name, self._noted(f"{owner}.{name}", getattr(thing, name), name in CONTEXTS))
         return thing
@@ -231,10 +233,19 @@ class Bench:
         levels: what the graphs hold after a capture without fault.
     """
 
-    def __init__(self, phase: str, backend: str, device: str = "cpu") -> None:
+    def __init__(self, phase: str, backend: str, device: str = "cpu", *, adapter_of: str | None = None) -> None:
+        """Makes and captures the runner.
+
+        Args:
+            phase: decode or prefill.
+            backend: the configuration's word, and options of it.
+            device: where tensors are.
+            adapter_of: the device whose adapter is used, where that stands in for another one.
+        """
         self.phase, self.calls = phase, Calls()
+        self.adapter_of = device if adapter_of is None else adapter_of
         self.engine: Any = Compiled(device) if backend == "tc_piecewise" else WithHooks(device)
-        self.pool = dg.GraphMemoryPool(dg.get_device_adapter(device))
+        self.pool = dg.GraphMemoryPool(dg.get_device_adapter(self.adapter_of))
         self.outside = self.surroundings()
         hooks = [name for name in (*HOOKS, "compile_mode") if hasattr(self.engine, name)]
         self.calls.watch("engine", self.engine, tuple(hooks))
@@ -244,13 +255,17 @@ class Bench:
             self.engine.most_requests = 4
         if backend != "tc_piecewise":
             options["registry"] = self.engine.registry(max_bs=self.engine.most_requests, share_pool=False)
+        adapter, barrier = dg.get_device_adapter(self.adapter_of), getattr(self.engine, "barrier", None)
+        given: dict[str, Any] = {"phase": phase, "graph_pool": self.pool, "barrier": barrier}
         if "shared" in backend:
-            options["backend"] = dg.FullCudaGraphBackend(
-                dg.get_device_adapter(device), phase=phase, graph_pool=self.pool, share_executables=True
-            )
+            options["backend"] = dg.FullCudaGraphBackend(adapter, share_executables=True, **given)
+        elif adapter_of is not None and backend == "breakable":  # the configuration has none for it
+            options["backend"] = dg.BreakableCudaGraphBackend(adapter, barrier_fn=barrier, **given)
+        self.engine.device = self.adapter_of
         self.buckets = [2, 4] if phase == "decode" else [4, 8]
         config = dg.CudaGraphConfig(**{phase: {"bs": self.buckets, "backend": backend.partition(",")[0]}})
         self.runner: Any = kind(self.engine, config=config, graph_pool=self.pool, progress=self._progress, **options)
+        self.engine.device = torch.device(device)
         self.calls.watch("engine", self.engine, ("make_batch", "forward"))
         self.runner.hooks.make_batch = self.engine.make_batch
         for owner, thing in (("adapter", self.runner.adapter), ("registry", self.runner.buffer_registry)):
@@ -262,6 +277,8 @@ class Bench:
         for _ in range(2):  # the second finds everything made that is made once
             self.runner.capture()
             self.expect_replays()
+        for size in (3, self.largest + 2):
+            self.expect_step(size)
         gc.collect()
         self.levels = self.held()
 
@@ -292,7 +309,7 @@ class Bench:
 
     def surroundings(self) -> dict[str, Any]:
         """What a call must leave as it found it."""
-        adapter = dg.get_device_adapter(self.engine.device)
+        adapter = dg.get_device_adapter(self.adapter_of)
         return {
             "collector": (COLLECTOR.is_on, COLLECTOR.frozen),
             "stream": adapter.current_stream(),
@@ -307,6 +324,7 @@ class Bench:
 
     def held(self) -> dict[str, Any]:
         """What the graphs hold."""
+        self.runner.adapter.empty_cache()
         memory = self.runner.adapter.memory()
         on_host = self.engine.device.type == "cpu"
         return {

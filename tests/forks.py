@@ -45,7 +45,7 @@ def told(call: Any) -> str:
 
 def ask(runner: Any, device: str, *, may_capture: bool) -> dict[str, str]:
     """What a child is told by each thing that it may ask of its parent's runner."""
-    backend, batch, key = runner.backend, runner.model_runner, dg.ShapeKey(4)
+    backend, key = runner.backend, dg.ShapeKey(4)
     batch = runner.model_runner.batch([3, 5, 2]) if device == "cpu" else None
     answers = {
         "run": told(lambda: runner.run(batch)),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 import devicegraph as dg
+import stand_in
 from devicegraph.backends import split_ops
+from devicegraph.devices import accelerator
+from devicegraph.devices.accelerator import XpuDevice
 from devicegraph.runners import capture_mode
 from faults import COLLECTOR, SCENARIOS, SLOW, Bench, cases, inject, points
 
@@ -22,28 +25,61 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IS_SOAK = bool(os.environ.get("DEVICEGRAPH_SOAK"))
+
+
+class Setup(NamedTuple):
+    phase: str
+    backend: str
+    #: The device whose adapter is used over a stand-in for its module; None for the CPU's own.
+    adapter_of: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+    def bench(self) -> Bench:
+        return Bench(self.phase, self.backend, adapter_of=self.adapter_of)
+
+
 SETUPS = [
-    ("decode", "full"),
-    ("decode", "full, shared executables"),
-    ("decode", "breakable"),
-    ("prefill", "breakable"),
-    ("prefill", "tc_piecewise"),
+    Setup("decode", "full"),
+    Setup("decode", "full, shared executables"),
+    Setup("decode", "breakable"),
+    Setup("prefill", "breakable"),
+    Setup("prefill", "tc_piecewise"),
+    Setup("decode", "full", "xpu"),
 ]
+
+
+class OnHost(XpuDevice):
+    """The adapter of accelerators like CUDA, over a stand-in for their module."""
+
+    bindings = "stand_in"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.device = torch.device("cpu")
+
+    @classmethod
+    def module(cls) -> Any:
+        return STAND_IN
+
+
+STAND_IN = stand_in.make_module(stand_in.XPUGraph)
 
 
 class Benches:
     """One bench at a time, made when it is first asked for, and anew after a fault that was not survived."""
 
     def __init__(self) -> None:
-        self.setup: tuple[str, str] | None = None
+        self.setup: Setup | None = None
         self.bench: Bench | None = None
 
-    def of(self, setup: tuple[str, str]) -> Bench:
-        if setup[1] == "tc_piecewise" and torch.__version__ < "2.11":
+    def of(self, setup: Setup) -> Bench:
+        if setup.backend == "tc_piecewise" and torch.__version__ < "2.11":
             pytest.skip("tc_piecewise is held to torch 2.11 and newer")
         if self.bench is None or self.setup != setup:
             self.drop()
-            self.setup, self.bench = setup, Bench(*setup)
+            self.setup, self.bench = setup, setup.bench()
             gc.collect()
             gc.freeze()  # what torch made on the way stays
         return self.bench
@@ -59,6 +95,7 @@ class Benches:
 def benches() -> Iterator[Benches]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture_mode, "gc", COLLECTOR)
+        patch.setattr(accelerator, "XpuDevice", OnHost)
         patch.setattr(split_ops, "_registered", {})
         dg.register_split_op(torch.ops.devicegraph_tests.attend)
         made = Benches()
@@ -68,12 +105,12 @@ def benches() -> Iterator[Benches]:
 
 @pytest.mark.filterwarnings("default")  # torch.compile warns of things of its own
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "close"])
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: ", ".join(setup))
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_fault_at_any_step_leaves_nothing_and_the_runner_goes_on(
-    setup: tuple[str, str], scenario: str, benches: Benches
+    setup: Setup, scenario: str, benches: Benches
 ) -> None:
     bench = benches.of(setup)
-    rarely = 30 if setup[1] == "tc_piecewise" else 9
+    rarely = 30 if setup.backend == "tc_piecewise" or setup.adapter_of else 9
     every = None if IS_SOAK else (rarely if scenario in SLOW else 1)
     found = 0
     for point, error in cases(bench, scenario, every=every):
@@ -87,17 +124,15 @@ def test_a_fault_at_any_step_leaves_nothing_and_the_runner_goes_on(
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("setup", SETUPS if IS_SOAK else SETUPS[:1], ids=lambda setup: ", ".join(setup))
-def test_a_close_that_fails_lets_go_of_everything_when_it_is_called_again(
-    setup: tuple[str, str], benches: Benches
-) -> None:
+@pytest.mark.parametrize("setup", SETUPS if IS_SOAK else SETUPS[:1], ids=str)
+def test_a_close_that_fails_lets_go_of_everything_when_it_is_called_again(setup: Setup, benches: Benches) -> None:
     benches.drop()
-    for point, error in list(cases(Bench(*setup), "close", every=None if IS_SOAK else 2)):
-        inject(Bench(*setup), "close", point, error)
+    for point, error in list(cases(setup.bench(), "close", every=None if IS_SOAK else 2)):
+        inject(setup.bench(), "close", point, error)
 
 
 def test_the_steps_that_fail_are_all_that_a_capture_and_a_replay_ask_for(benches: Benches) -> None:
-    bench = benches.of(("decode", "breakable"))
+    bench = benches.of(Setup("decode", "breakable"))
     capture = {point.name for point in points(bench, "recapture")}
     assert capture >= {
         "adapter.synchronize",

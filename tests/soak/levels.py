@@ -48,6 +48,9 @@ class Levels(NamedTuple):
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+            torch.empty(
+                1, pin_memory=True
+            )  # the allocator of pinned memory looks what is free when it is asked for some
             device = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
         memories = TapeMemory.all()

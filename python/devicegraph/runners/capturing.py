@@ -226,6 +226,7 @@ class CapturingRunner(RunnerParts):
                 output whose rows cannot be told: there is no graph for the shape then.
             ReplayError: the runner is closed.
         """
+        self._check_open()
         if self.backend is None or size not in self.buckets:
             raise self._unknown_bucket(size)
         key = self._make_graph_key(size, variant_label)
