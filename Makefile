@@ -13,7 +13,7 @@ MATURIN := RUSTFLAGS="$(REMAP)" $(BIN)/maturin build --release --out dist
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format develop wheel reproducible clean
+.PHONY: help demo test soak check format develop wheel reproducible clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ demo: $(VENV)/.package $(VENV)/.demo ## run a real model through captured graphs
 test: $(VENV)/.package $(VENV)/.demo $(VENV)/.test $(VENV)/.npu-sim-$(TORCH) ## run every test, Rust and Python (TORCH=2.6.0 for another torch)
 	cargo test --quiet
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+
+soak: $(VENV)/.package $(VENV)/.demo $(VENV)/.test ## what takes too long for every run: a million steps, 200 lives, every fault, all fuzzers
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m soak.steps
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m soak.cycles
+	DEVICEGRAPH_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_faults.py
+	set -e; for fuzz in $(wildcard tests/soak/fuzz_*.py); do OMP_NUM_THREADS=1 $(BIN)/python $$fuzz; done
 
 check: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## formats, lints, types, stubs and import contracts
 	cargo fmt --check

@@ -18,6 +18,7 @@ import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
 from devicegraph.errors import BackendError, CaptureError, RankError
+from devicegraph.forking import ParentsGraphs, watch_forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -133,6 +134,11 @@ class BaseCudaGraphBackend(ABC):
         self._barrier = barrier
         self._stream: Any = None
         self._captured: dict[Hashable, Captured[Any]] = {}
+        watch_forks(self)
+
+    def leave_to_parent(self) -> None:
+        """See `forking`: whoever asks for a graph in a child gets a `ReplayError` (`forked`)."""
+        self._captured = ParentsGraphs(f"the {self.phase} backend", self._captured)
 
     @contextmanager
     def capture_session(self, stream: Any = None) -> Iterator[Any]:
@@ -211,9 +217,10 @@ class BaseCudaGraphBackend(ABC):
 
     def discard(self, shape_key: Hashable) -> None:
         """Drops the graph of the key and what it held, if it is there."""
-        captured = self._captured.pop(shape_key, None)
+        captured = self._captured.get(shape_key)
         if captured is not None:
-            captured.recording.reset()
+            captured.recording.reset()  # where it fails, the entry stays, to be dropped by whoever comes next
+            del self._captured[shape_key]
 
     def cleanup(self) -> None:
         """Waits for the device, then drops every graph and what it held.
@@ -268,6 +275,7 @@ class BaseCudaGraphBackend(ABC):
 _HINTS: Final = {
     "out-of-memory": "capture fewer or smaller buckets (`max_bs`, `bs`), or leave the graphs more memory",
     "forward-failed": "the error above is the engine's, from its forward or a hook; there is no graph for this key",
+    "capture-failed": "the error above is the device's, or a hook's, from before, between or behind the graphs",
 }
 
 
@@ -276,8 +284,8 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> CaptureError:
-    """The error for a capture that failed because of `cause`, to be raised from it."""
+def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> CaptureError:
+    """The error for a capture that failed because of `cause`, to be raised from it; without a key, that of no graph."""
     # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the
     # error. What they show of the source stays.
     seen: BaseException | None = cause
@@ -289,10 +297,12 @@ def capture_failed(phase: str, shape_key: Hashable, cause: Exception) -> Capture
     elif isinstance(cause, RankError):
         code, message, hint, operator = cause.code, cause.message, cause.hint, None
     else:
-        code = "out-of-memory" if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) else "forward-failed"
+        code = "capture-failed" if shape_key is None else "forward-failed"
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            code = "out-of-memory"
         message, hint, operator = _one_line(cause), _HINTS[code], None
     return CaptureError(
-        f"{phase}: capturing {shape_key} failed: {message}",
+        f"{phase}: {'the capture' if shape_key is None else f'capturing {shape_key}'} failed: {message}",
         code=code,
         hint=hint,
         phase=phase,

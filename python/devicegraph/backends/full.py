@@ -64,22 +64,37 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         self.discard(shape_key)
         graph: Any = self._new_graph()
         try:
-            warmed = self._warm_up_to_check(forward_fn, post_warmup_hook)
-            with self.adapter.capture(
-                graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
-            ):
-                output = forward_fn()
-            tensors = tensors_of(output)
-            weak = self.adapter.weak_outputs(tensors, self.graph_pool)
-            if self.executables is not None:
-                in_pool = not any(mine is its for mine, its in zip(weak, tensors, strict=True))
-                graph = self.executables.place(shape_key, graph, weak, warmed if in_pool else ())
-        except Exception as error:
+            graph, output = self._capture(graph, shape_key, forward_fn, post_warmup_hook)
+        except BaseException as error:
             graph.reset()
-            raise capture_failed(self.phase, shape_key, error) from error
-        output = replace_tensors(output, weak)
+            if isinstance(error, Exception):
+                raise capture_failed(self.phase, shape_key, error) from error
+            raise
         self._captured[shape_key] = Captured(graph, output, capture_inputs)
         return output
+
+    def _capture(
+        self,
+        graph: Any,
+        shape_key: Hashable,
+        forward_fn: Callable[[], Any],
+        post_warmup_hook: Callable[[], None] | None,
+    ) -> tuple[Any, Any]:
+        """Captures into a new graph; what replays it, and its output, held weakly.
+
+        Apart from `capture_one`, so that an error of it that somebody keeps holds none of these tensors.
+        """
+        warmed = self._warm_up_to_check(forward_fn, post_warmup_hook)
+        with self.adapter.capture(
+            graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
+        ):
+            output = forward_fn()
+        tensors = tensors_of(output)
+        weak = self.adapter.weak_outputs(tensors, self.graph_pool)
+        if self.executables is not None:
+            in_pool = not any(mine is its for mine, its in zip(weak, tensors, strict=True))
+            graph = self.executables.place(shape_key, graph, weak, warmed if in_pool else ())
+        return graph, replace_tensors(output, weak)
 
     def launcher(self, shape_key: Hashable) -> Callable[[], None] | None:
         """See `BaseCudaGraphBackend.launcher`."""

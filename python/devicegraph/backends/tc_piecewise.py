@@ -20,6 +20,7 @@ from torch.fx.passes.split_module import split_module
 from devicegraph.backends.breaks import Break
 from devicegraph.backends.segmented import SegmentedBackend
 from devicegraph.backends.split_ops import OLDEST_TORCH_FOR_PIECES, split_operators
+from devicegraph.devices.adapter import dropped_on_failure
 from devicegraph.errors import BackendError, CaptureError
 
 if TYPE_CHECKING:
@@ -140,11 +141,12 @@ class TcPiecewiseCudaGraphBackend(SegmentedBackend):
 
     def _segment(self, steps: Steps, function: Callable[[], Any]) -> Any:
         graph = self.adapter.graph()
-        with self.adapter.capture(
-            graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
-        ):
-            output = function()
-        steps.add_graph(graph)
+        with dropped_on_failure(graph):
+            with self.adapter.capture(
+                graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
+            ):
+                output = function()
+            steps.add_graph(graph)
         return output
 
     def _compiled(self, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:

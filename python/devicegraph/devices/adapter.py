@@ -149,8 +149,19 @@ class CaptureSegments:
         assert self._open is not None
         graph, capture = self._open
         self._open = None
-        capture.__exit__(None, None, None)
-        self._on_segment(graph)
+        with dropped_on_failure(graph):
+            capture.__exit__(None, None, None)
+            self._on_segment(graph)
+
+
+@contextmanager
+def dropped_on_failure(graph: DeviceGraph) -> Iterator[None]:
+    """Resets a graph where the block fails: it is captured, and whoever is to keep it does not have it yet."""
+    try:
+        yield
+    except BaseException:
+        graph.reset()
+        raise
 
 
 def executables_fixed(why: str) -> BackendError:

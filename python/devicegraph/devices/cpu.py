@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.devices.adapter import Availability, CaptureErrorMode, DeviceAdapter, DeviceMemory
+from devicegraph.devices.adapter import (
+    Availability,
+    CaptureErrorMode,
+    DeviceAdapter,
+    DeviceMemory,
+    dropped_on_failure,
+)
 from devicegraph.devices.host_reads import HostReads
 from devicegraph.devices.recorder import Recorder
 from devicegraph.devices.tape_memory import TapeMemory
@@ -70,6 +76,7 @@ class TapeGraph:
         self._tape = None
         if self._release is not None:
             self._release()
+            self._release = None  # it knows the memory that it releases
 
 
 class UpdatableTapeGraph(TapeGraph):
@@ -156,7 +163,8 @@ class _TapeSegments:
         graph = TapeGraph()
         self._recording.finish(graph)
         self._recording.stop()
-        self._on_segment(graph)
+        with dropped_on_failure(graph):
+            self._on_segment(graph)
 
 
 class CpuDevice(DeviceAdapter):

@@ -70,9 +70,9 @@ class _Executable:
     def leave(self, graph: UpdatableGraph) -> None:
         """Lets a graph go; the next one gets an executable where this was its owner."""
         was_owner = self.graphs[0] is graph
-        self.graphs.remove(graph)
         self._holds = None
         graph.reset()
+        self.graphs.remove(graph)
         if was_owner and self.graphs:
             self.graphs[0].instantiate()
             self._holds = self.graphs[0]

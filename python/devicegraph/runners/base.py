@@ -382,8 +382,12 @@ class BaseCudaGraphRunner(CapturingRunner):
         self._state = "open"
 
     def close(self) -> None:
-        """Waits for the device and drops the graphs and what they hold. Calling it twice is fine."""
-        if self._state != "closed":
+        """Waits for the device and drops the graphs and what they hold. Calling it twice is fine.
+
+        What the device raises passes through, and the runner goes on without graphs: call it again to let go of them.
+        In a child process that was forked, where the graphs are the parent's, it does nothing.
+        """
+        if self._state not in ("closed", "forked"):
             self._drop_graphs()
             self._state = "closed"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 from devicegraph.auditing import audit
 from devicegraph.backends.base import capture_failed
 from devicegraph.backends.breaks import batch_in_use
-from devicegraph.errors import CaptureError
+from devicegraph.errors import CaptureError, DeviceGraphError
 from devicegraph.outputs import shapes_of
 from devicegraph.pool import input_buffer_pool
 from devicegraph.report import CapturedBucket, CaptureEstimate, CaptureReport, DroppedCapture, InputBuffer
@@ -24,10 +24,11 @@ from devicegraph.runners.parts import RunnerParts
 from devicegraph.runners.progress import log_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from devicegraph.auditing.findings import AuditReport
     from devicegraph.registry import CudaGraphBufferRegistry
+    from devicegraph.runners.filling import Filling
     from devicegraph.runners.progress import CaptureProgress
     from devicegraph.runners.shape_key import ShapeKey
 
@@ -39,9 +40,11 @@ class CapturingRunner(RunnerParts):
         """Captures every shape, anew if it was done before, and returns what that took. Waits for the device.
 
         Raises:
-            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause; `verify-failed`,
-                with what was found, where the runner was made with `verify_on_capture`. No graph is left then, eager
-                steps work, and `capture()` can be called again.
+            CaptureError: a forward that cannot be captured, naming the graph and chaining the cause; `capture-failed`,
+                with its cause, for what fails before, between or behind the graphs, be it the device or a hook;
+                `verify-failed`, with what was found, where the runner was made with `verify_on_capture`. No graph is
+                left then, eager steps work, and `capture()` can be called again. An interrupt passes through as it is,
+                and leaves as little.
             ReplayError: the runner is closed.
         """
         self._check_open()
@@ -49,10 +52,7 @@ class CapturingRunner(RunnerParts):
             reason = self.config[self.phase].reason
             note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
             return CaptureReport(self.phase, "disabled", note=note)
-        self._drop_graphs()
-        self._has_captured = False
-        filling = choose_filling(self)
-        self._has_captured = True
+        filling = self._start_over()
         keys = self._keys()
         if not keys:
             return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
@@ -100,9 +100,10 @@ class CapturingRunner(RunnerParts):
             return CaptureEstimate(0, 0.0, 0, None, ())
         samples = list(dict.fromkeys((*keys[:2], keys[-1])))
         captured, dropped = self._capture_keys(samples, lambda event: None)
-        self._drop_graphs()
         self._has_captured = False
-        self.adapter.empty_cache()
+        with self._all_or_nothing():
+            self._drop_graphs()
+            self.adapter.empty_cache()
         if dropped:
             raise CaptureError(
                 f"{self.phase}: {dropped[0].key} was captured for an estimate, and dropped: {dropped[0].reason}",
@@ -114,6 +115,36 @@ class CapturingRunner(RunnerParts):
         self._estimate = CaptureEstimate.of(captured, [key.size for key in keys])
         return self._estimate
 
+    def _start_over(self) -> Filling:
+        """Drops what was captured; how what is captured next is filled."""
+        self._has_captured = False
+        with self._all_or_nothing():
+            self._drop_graphs()
+            filling = choose_filling(self)
+        self._has_captured = True
+        return filling
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drops all graphs where the block fails, and lets an error out as a `CaptureError`, an interrupt as it is."""
+        try:
+            with self._failing_typed():
+                yield
+        except BaseException:
+            self._has_captured = False
+            with suppress(Exception):  # a device that is broken fails again, and the first error says more
+                self._drop_graphs()
+            raise
+
+    @contextmanager
+    def _failing_typed(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceGraphError:
+            raise
+        except Exception as error:
+            raise capture_failed(self.phase, None, error) from error
+
     def _keys(self) -> list[ShapeKey]:
         """Every graph to capture, in order."""
         sizes = sorted(self.buckets, reverse=self.order == "descending")
@@ -124,9 +155,9 @@ class CapturingRunner(RunnerParts):
     ) -> tuple[tuple[CapturedBucket, ...], tuple[DroppedCapture, ...]]:
         backend = self.backend
         assert backend is not None  # who captures has looked
-        backend.fills = choose_filling(self).executor == "node"
-        self.buffer_registry.reset_index_buffers()
-        try:
+        with self._all_or_nothing():
+            backend.fills = choose_filling(self).executor == "node"
+            self.buffer_registry.reset_index_buffers()
             with freeze_gc(), model_capture_mode(), torch.no_grad(), backend.capture_session():
                 if backend.wants_largest_output:
                     for label in self.hooks.variants:
@@ -134,11 +165,7 @@ class CapturingRunner(RunnerParts):
                 done = capture_shapes(self, keys, progress)
             if verify:
                 self._verify_capture()
-            return done
-        except BaseException:
-            self._drop_graphs()
-            self._has_captured = False
-            raise
+        return done
 
     def audit(
         self, size: int | None = None, *, variant_label: str | None = None, constants: object = ()
@@ -201,13 +228,15 @@ class CapturingRunner(RunnerParts):
                 output whose rows cannot be told: there is no graph for the shape then.
             ReplayError: the runner is closed.
         """
+        self._check_open()
         if self.backend is None or size not in self.buckets:
             raise self._unknown_bucket(size)
         key = self._make_graph_key(size, variant_label)
         with freeze_gc(), model_capture_mode(), torch.no_grad():
             try:
-                output = self.capture_key(key)
-                find_rows(self, variant_label, {size: shapes_of(output)})
+                with self._failing_typed():
+                    output = self.capture_key(key)
+                    find_rows(self, variant_label, {size: shapes_of(output)})
             except BaseException:
                 self.drop_graph(key)
                 raise

@@ -14,6 +14,7 @@ from devicegraph.config import CudaGraphConfig
 from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.engine import Hooks, StaticBatch
 from devicegraph.errors import ConfigError, ReplayError
+from devicegraph.forking import made_before_fork, watch_forks
 from devicegraph.metrics import EagerSteps
 from devicegraph.outputs import RowAxis, arrived
 from devicegraph.registry import CudaGraphBufferRegistry
@@ -119,7 +120,8 @@ class RunnerParts(ABC):
         self._replaying: Any = None
         self._eager_steps = EagerSteps()
         self._has_captured = False
-        self._state: Literal["open", "paused", "closed"] = "open"
+        self._state: Literal["open", "paused", "closed", "forked"] = "open"
+        watch_forks(self)
         if nvtx:
             mark_steps(self, nvtx_ranges(self))
         if profile is not None:
@@ -250,7 +252,14 @@ class RunnerParts(ABC):
             )
         return batch
 
+    def leave_to_parent(self) -> None:
+        """See `forking`: in a child, whatever is asked of the runner is a `ReplayError` (`forked`)."""
+        if self._state != "closed":
+            self._state = "forked"
+
     def _check_open(self) -> None:
+        if self._state == "forked":
+            raise made_before_fork(f"the {self.phase} runner")
         if self._state == "closed":
             raise ReplayError(f"the {self.phase} runner is closed", code="closed", hint="make a new one")
 

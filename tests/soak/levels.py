@@ -1,0 +1,80 @@
+"""What a process holds: what must be the same again when every runner is closed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import devicegraph as dg
+from devicegraph.devices.tape_memory import TapeMemory
+
+
+class Levels(NamedTuple):
+    """Figures at one moment; bytes where nothing else is said.
+
+    Attributes:
+        rss: of the process.
+        objects: that the garbage collector follows.
+        blocks: of Python's allocator, a count.
+        threads: of Python.
+        tapes: memories of the CPU tape, a count, and the bytes under live tensors in them.
+        pooled: memories in the input-buffer pool, a count.
+        device: allocated and reserved on the GPU.
+        pinned: pinned host memory in use.
+    """
+
+    rss: int
+    objects: int
+    blocks: int
+    threads: int
+    tapes: tuple[int, int]
+    pooled: int
+    device: tuple[int, int]
+    pinned: int
+
+    @classmethod
+    def now(cls) -> Levels:
+        """The figures once garbage is collected and caches are given back."""
+        FakeTensorMode.cache_clear()  # torch keeps what it knows of every shape that was ever captured
+        gc.collect()
+        device, pinned = (0, 0), 0
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.empty(
+                1, pin_memory=True
+            )  # the allocator of pinned memory looks what is free when it is asked for some
+            device = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
+        memories = TapeMemory.all()
+        return cls(
+            rss=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            objects=len(gc.get_objects()),
+            blocks=sys.getallocatedblocks(),
+            threads=threading.active_count(),
+            tapes=(len(memories), sum(memory.live_bytes for memory in memories)),
+            pooled=len(dg.input_buffer_pool),
+            device=device,
+            pinned=pinned,
+        )
+
+    def check(self, earlier: Levels, *, rss: int = 24 << 20, objects: int = 200, blocks: int = 2000) -> None:
+        """What the package accounts for has not changed; what others keep beside it has grown by no more than caches.
+
+        Args:
+            earlier: the same place of the same loop, once everything that is made once was made.
+            rss: how much of it the allocators of the process may have taken since.
+            objects: how many of them torch and the interpreter may keep.
+            blocks: likewise.
+        """
+        same = ("threads", "tapes", "pooled", "device", "pinned")
+        assert [getattr(self, name) for name in same] == [getattr(earlier, name) for name in same], (earlier, self)
+        for name, most in (("rss", rss), ("objects", objects), ("blocks", blocks)):
+            assert getattr(self, name) - getattr(earlier, name) <= most, (name, earlier, self)

@@ -1,0 +1,165 @@
+"""Pausing, closing, forking and ending with graphs alive; runners in several threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import devicegraph as dg
+from devicegraph.runners import capture_mode
+from engines import ToyEngine, eager
+from faults import COLLECTOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_mode, "gc", COLLECTOR)
+
+
+def captured(engine: ToyEngine, backend: str = "full", **options: Any) -> dg.DecodeCudaGraphRunner:
+    config = dg.CudaGraphConfig(decode={"backend": backend, "bs": [2, 4]})
+    options.setdefault("graph_pool", dg.GraphMemoryPool(dg.get_device_adapter("cpu")))
+    runner = dg.DecodeCudaGraphRunner(engine, config=config, **options)
+    runner.capture()
+    return runner
+
+
+def in_threads(*functions: Callable[[], None]) -> None:
+    """Runs the functions at the same time; what one of them raises is raised here."""
+    errors: list[BaseException] = []
+
+    def noted(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=noted, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def test_a_process_may_fork_and_end_with_graphs_alive_and_its_children_are_told_that_they_are_not_theirs() -> None:
+    paths = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    run = subprocess.run(
+        [sys.executable, str(HERE / "forks.py"), "cpu"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    found = json.loads(run.stdout)
+    assert found["parent"] == [True] * 3
+    assert found["children"][0].pop("a runner of its own") == "True"
+    for child in found["children"]:
+        assert (child.pop("status"), child.pop("close")) == ("0", "nothing")
+        assert set(child.values()) == {"ReplayError forked"}, child
+
+
+def test_the_error_of_a_forked_child_says_what_to_do() -> None:
+    runner = captured(ToyEngine(max_bs=4))
+    runner.leave_to_parent()
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.run(runner.model_runner.batch([3]))
+    assert str(caught.value) == (
+        "the decode runner was made before `os.fork`, and its graphs are the parent process's [forked]\n\n"
+        "hint: make runners in the process that uses them: fork before, or start workers by `spawn`"
+    )
+
+
+@pytest.mark.parametrize("call", ["pause", "close"])
+def test_work_in_flight_is_waited_for_before_anything_changes(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = captured(ToyEngine(max_bs=4))
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        runner.adapter, "synchronize", lambda: seen.append((runner._state, len(runner.backend.captured)))
+    )
+    getattr(runner, call)()
+    assert seen == [("open", 2)]
+    assert runner._state == {"pause": "paused", "close": "closed"}[call]
+
+
+def test_two_runners_capture_and_step_in_two_threads_at_once() -> None:
+    together = threading.Barrier(2)
+
+    def serve(seed: int, backend: str) -> None:
+        engine = ToyEngine(max_bs=4)
+        together.wait()
+        with torch.no_grad(), captured(engine, backend) as runner:
+            for step in range(60):
+                batch = engine.batch([3 + (step + i) % 5 for i in range(1 + (step + seed) % 4)], seed + step)
+                assert torch.equal(runner.run(batch), eager(engine, batch))
+            together.wait()
+            runner.capture()
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+            assert runner.metrics().eager == {}
+
+    in_threads(lambda: serve(1, "full"), lambda: serve(2, "breakable"))
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_another_thread_may_allocate_and_step_while_a_graph_is_captured(mode: Any) -> None:
+    other = ToyEngine(max_bs=4)
+    serving = captured(other)
+
+    def meanwhile() -> None:
+        batch = other.batch([3, 5, 2])
+        assert torch.equal(torch.empty(1 << 16).fill_(1) + 1, torch.full((1 << 16,), 2.0))
+        assert torch.equal(serving.run(batch), eager(other, batch))
+
+    class Interrupted(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            if dg.get_device_adapter("cpu").is_capturing():
+                in_threads(meanwhile, meanwhile_alone)
+            return super().forward(batch)
+
+    def meanwhile_alone() -> None:
+        assert not dg.get_device_adapter("cpu").is_capturing()
+        assert not dg.get_is_capture_mode()
+
+    engine, plain = Interrupted(max_bs=4), ToyEngine(max_bs=4)
+    runner, alone = captured(engine, capture_error_mode=mode), captured(plain)
+    for key, graph in runner.backend.captured.items():
+        assert graph.recording.tape.operators() == alone.backend.captured[key].recording.tape.operators()
+    batch = engine.batch([3, 5, 2])
+    assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
+def test_inputs_that_another_stream_writes_are_read_behind_the_event_that_pre_replay_waits_for() -> None:
+    adapter = dg.get_device_adapter("cpu")
+    side, log = adapter.stream(), []
+
+    class Waits(ToyEngine):
+        def pre_replay(self, batch: Any) -> None:
+            if "ready" in batch.extras:
+                adapter.current_stream().wait_event(batch.extras["ready"])
+                batch.extras.pop("write")()
+                log.append("waited")
+
+    engine = Waits(max_bs=4)
+    runner = captured(engine)
+    batch, late = engine.batch([3, 5, 2]), engine.batch([4, 4, 1], seed=3)
+    wanted = eager(engine, late)
+    with adapter.stream_context(side):
+        fields = ("input_ids", "positions", "seq_lens", "out_cache_loc", "req_pool_indices")
+        write = lambda: [getattr(batch, name).copy_(getattr(late, name)) for name in fields]  # noqa: E731
+        batch.extras = {"ready": side.record_event(), "write": write}
+    assert torch.equal(runner.run(batch), wanted)
+    assert log == ["waited"]
