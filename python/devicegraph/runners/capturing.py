@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from devicegraph.auditing.findings import AuditReport
     from devicegraph.registry import CudaGraphBufferRegistry
-    from devicegraph.runners.filling import Filling
     from devicegraph.runners.progress import CaptureProgress
     from devicegraph.runners.shape_key import ShapeKey
 
