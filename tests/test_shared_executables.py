@@ -216,7 +216,7 @@ class Driver:
 
 def test_a_cuda_graph_gives_the_driver_its_executable_and_the_others_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, launched = Driver(), []
-    monkeypatch.setattr("devicegraph.devices.cuda.update_executable", driver.update_executable)
+    monkeypatch.setattr("devicegraph.devices.cuda.kernel_on", {0: driver}.__getitem__)
 
     def graph(number: int, form: str) -> UpdatableCudaGraph:
         driver.forms |= {number: form, -number: form}
@@ -227,7 +227,7 @@ def test_a_cuda_graph_gives_the_driver_its_executable_and_the_others_recording(m
             replay=lambda: launched.append(driver.does[-number]),
             reset=lambda: driver.does.pop(-number, None),
         )
-        return UpdatableCudaGraph(raw)
+        return UpdatableCudaGraph(raw, 0)
 
     one, two, other = graph(1, "a"), graph(2, "a"), graph(3, "b")
     one.instantiate()

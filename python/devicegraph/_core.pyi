@@ -40,7 +40,6 @@ __all__ = [
     "prefill_buckets",
     "read_argument",
     "resolve",
-    "update_executable",
 ]
 
 __version__: Final[str]
@@ -814,6 +813,19 @@ class FillKernel:
         Raises:
             BackendError: `cuda-driver`.
         """
+    def update_executable(self, *, executable: int, graph: int) -> bool:
+        """Makes a graph's executable one of another graph of the same topology, for its next launch.
+
+        Args:
+            executable: the `cudaGraphExec_t`.
+            graph: the other `cudaGraph_t`.
+
+        Returns:
+            Whether it could be; where not, the executable is as it was.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
     def launch_empty(self, stream: int, /) -> None:
         """Queues the fill kernel with nothing to do: in a capture, the node to be pointed at each step's sources.
 
@@ -1086,17 +1098,3 @@ class PoolLedger:
         """Bytes that the users would take besides, if each had its own."""
     def __len__(self) -> int:
         """How many memories there are."""
-
-def update_executable(*, executable: int, graph: int) -> bool:
-    """Makes a CUDA graph's executable one of another graph of the same topology, for its next launch.
-
-    Args:
-        executable: the `cudaGraphExec_t`.
-        graph: the other `cudaGraph_t`.
-
-    Returns:
-        Whether it could be; where not, the executable is as it was.
-
-    Raises:
-        BackendError: `cuda-driver`.
-    """

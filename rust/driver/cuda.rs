@@ -172,7 +172,8 @@ impl Device {
         Ok(device)
     }
 
-    /// Calls with the device's context current, whatever is current outside.
+    /// Calls with the device's context current, whatever is current outside: in a thread that has not used the device
+    /// yet, nothing is, and some calls of the driver then fail without saying so.
     fn inside<T>(&self, call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DriverError> {
         let driver = self.driver;
         let mut current = ptr::null_mut();
@@ -216,7 +217,11 @@ impl Device {
 
     /// The nodes of a graph that run the fill kernel.
     pub(crate) fn fill_nodes(&self, graph: u64) -> Result<Vec<u64>, DriverError> {
-        let (driver, graph) = (self.driver, handle(graph));
+        self.inside(|| self.find_nodes(handle(graph)))
+    }
+
+    fn find_nodes(&self, graph: Handle) -> Result<Vec<u64>, DriverError> {
+        let driver = self.driver;
         let mut count = 0;
         // SAFETY: without a place for nodes only their number is written.
         check("cuGraphGetNodes", unsafe { (driver.graph_nodes)(graph, ptr::null_mut(), &raw mut count) })?;
@@ -256,12 +261,28 @@ impl Device {
 
     /// Makes a node of an executable carry out another table from its next launch on. Launches in flight keep theirs.
     pub(crate) fn point(&self, executable: u64, node: u64, entries: &[Entry], blocks: u32) -> Result<(), DriverError> {
-        self.with_kernel(entries, blocks, |kernel, grid, parameters| {
-            let node_parameters = self.node(kernel, grid, parameters);
-            let (executable, node) = (handle(executable), handle(node));
-            // SAFETY: the kernel takes one table, which the driver copies before the call returns.
-            let code = unsafe { (self.driver.set_node_parameters)(executable, node, &raw const node_parameters) };
-            check("cuGraphExecKernelNodeSetParams", code)
+        self.inside(|| {
+            self.with_kernel(entries, blocks, |kernel, grid, parameters| {
+                let node_parameters = self.node(kernel, grid, parameters);
+                let (executable, node) = (handle(executable), handle(node));
+                // SAFETY: the kernel takes one table, which the driver copies before the call returns.
+                let code = unsafe { (self.driver.set_node_parameters)(executable, node, &raw const node_parameters) };
+                check("cuGraphExecKernelNodeSetParams", code)
+            })
+        })
+    }
+
+    /// Makes an executable one of another graph of the same topology; false where the driver finds that it cannot be.
+    pub(crate) fn update_executable(&self, executable: u64, graph: u64) -> Result<bool, DriverError> {
+        const CANNOT: c_int = 910;
+        let mut result = UpdateResult { result: 0, node: ptr::null_mut(), from_node: ptr::null_mut() };
+        let (executable, graph) = (handle(executable), handle(graph));
+        self.inside(|| {
+            // SAFETY: the struct is that of this version of the call.
+            match unsafe { (self.driver.update_executable)(executable, graph, &raw mut result) } {
+                CANNOT => Ok(false),
+                code => check("cuGraphExecUpdate", code).map(|()| true),
+            }
         })
     }
 
@@ -278,40 +299,27 @@ impl Device {
     /// Marks the work queued on a stream so far.
     pub(crate) fn record(&self, event: u64, stream: u64) -> Result<(), DriverError> {
         // SAFETY: both handles are live: the event is the caller's, the stream torch's.
-        let code = unsafe { (self.driver.record_event)(handle(event), handle(stream)) };
-        check("cuEventRecord", code)
+        self.inside(|| check("cuEventRecord", unsafe { (self.driver.record_event)(handle(event), handle(stream)) }))
     }
 
     /// Whether the work that an event marks is done.
     pub(crate) fn is_done(&self, event: u64) -> Result<bool, DriverError> {
         // SAFETY: the event is the caller's.
-        match unsafe { (self.driver.query_event)(handle(event)) } {
+        self.inside(|| match unsafe { (self.driver.query_event)(handle(event)) } {
             NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
-        }
+        })
     }
 
     /// Waits for the work that an event marks.
     pub(crate) fn wait(&self, event: u64) -> Result<(), DriverError> {
         // SAFETY: the event is the caller's.
-        check("cuEventSynchronize", unsafe { (self.driver.wait_event)(handle(event)) })
+        self.inside(|| check("cuEventSynchronize", unsafe { (self.driver.wait_event)(handle(event)) }))
     }
 
     /// Gives an event back.
     pub(crate) fn destroy(&self, event: u64) {
         // SAFETY: the event is the caller's, who does not use it again. There is nobody to tell of a failure.
-        unsafe { (self.driver.destroy_event)(handle(event)) };
-    }
-}
-
-/// Makes an executable one of another graph of the same topology; false where the driver finds that it cannot be.
-pub(crate) fn update_executable(executable: u64, graph: u64) -> Result<bool, DriverError> {
-    const CANNOT: c_int = 910;
-    let mut result = UpdateResult { result: 0, node: ptr::null_mut(), from_node: ptr::null_mut() };
-    let (executable, graph) = (handle(executable), handle(graph));
-    // SAFETY: the struct is that of this version of the call.
-    match unsafe { (driver()?.update_executable)(executable, graph, &raw mut result) } {
-        CANNOT => Ok(false),
-        code => check("cuGraphExecUpdate", code).map(|()| true),
+        drop(self.inside(|| check("cuEventDestroy", unsafe { (self.driver.destroy_event)(handle(event)) })));
     }
 }

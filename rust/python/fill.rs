@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 
 use self::kernel::Pending;
-pub(super) use self::kernel::{FillKernel, FillNode, update_executable};
+pub(super) use self::kernel::{FillKernel, FillNode};
 pub(super) use self::ring::HostRing;
 use self::sources::{Fields, Wanted};
 use super::plan::{FillPlan, FillPlanner, sizes};

@@ -32,7 +32,7 @@ mod _core {
     #[pymodule_export]
     use super::explain::PyExplanation;
     #[pymodule_export]
-    use super::fill::{FillKernel, FillNode, FillTable, FillTables, HostRing, update_executable};
+    use super::fill::{FillKernel, FillNode, FillTable, FillTables, HostRing};
     #[pymodule_export]
     use super::optimize::{PyOptimizedBuckets, optimize_buckets};
     #[pymodule_export]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph._core import update_executable
 from devicegraph.devices.accelerator import AcceleratorDevice, AcceleratorGraph
 from devicegraph.devices.adapter import (
     Availability,
@@ -48,7 +47,11 @@ class KeptCudaGraph(CudaGraph):
 
 
 class UpdatableCudaGraph(CudaGraph):
-    """A recording that is kept for an executable that takes turns."""
+    """A recording, on the device of a number, that is kept for an executable that takes turns."""
+
+    def __init__(self, raw: Any, index: int) -> None:
+        super().__init__(raw)
+        self._index = index
 
     def instantiate(self) -> None:
         """See `UpdatableGraph`."""
@@ -60,7 +63,8 @@ class UpdatableCudaGraph(CudaGraph):
 
     def update(self, recorded: UpdatableCudaGraph) -> bool:
         """See `UpdatableGraph`."""
-        return update_executable(executable=self.raw.raw_cuda_graph_exec(), graph=recorded.raw.raw_cuda_graph())
+        executable, graph = self.raw.raw_cuda_graph_exec(), recorded.raw.raw_cuda_graph()
+        return kernel_on(self._index).update_executable(executable=executable, graph=graph)
 
 
 class _Segments(CaptureSegments):
@@ -115,7 +119,7 @@ class CudaDevice(AcceleratorDevice):
         if not _shows_executables():
             raise executables_fixed(f"torch {torch.__version__} does not show the executables of its graphs")
         with torch.cuda.device(self.device):
-            return UpdatableCudaGraph(torch.cuda.CUDAGraph(keep_graph=True))
+            return UpdatableCudaGraph(torch.cuda.CUDAGraph(keep_graph=True), self.device.index)
 
     @property
     def fills_in_graphs(self) -> bool:

@@ -28,18 +28,17 @@ impl FillKernel {
         Ok(Some(FillNode { device: self.0.clone(), executable, node, pending: Mutex::default() }))
     }
 
+    /// Makes an executable one of another graph of the same topology.
+    #[pyo3(signature = (*, executable, graph))]
+    fn update_executable(&self, executable: u64, graph: u64) -> PyResult<bool> {
+        Ok(self.0.update_executable(executable, graph)?)
+    }
+
     /// Queues a table that writes nothing on a stream.
     #[pyo3(signature = (stream, /))]
     fn launch_empty(&self, stream: u64) -> PyResult<()> {
         Ok(self.0.launch(stream, &[], 0)?)
     }
-}
-
-/// Makes an executable one of another graph of the same topology.
-#[pyfunction]
-#[pyo3(signature = (*, executable, graph))]
-pub(in crate::python) fn update_executable(executable: u64, graph: u64) -> PyResult<bool> {
-    Ok(cuda::update_executable(executable, graph)?)
 }
 
 /// The fill kernel as a node of a graph's executable.
