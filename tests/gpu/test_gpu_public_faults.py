@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -20,30 +21,39 @@ def captured(engine: Any, **options: Any) -> dg.DecodeCudaGraphRunner:
     return runner
 
 
-def test_what_a_graph_reads_outlives_an_eager_step_that_replaces_it(reserved: None) -> None:
+def test_what_a_graph_was_captured_with_outlives_an_eager_step_that_has_its_own(reserved: None) -> None:
     class Workspace(ToyEngine):
         def __init__(self) -> None:
             super().__init__("cuda", max_bs=8)
-            self.workspace = torch.zeros(4, 32, device="cuda")
+            self.made: list[weakref.ref[Any]] = []
+
+        def make_batch(self, views: dict[str, torch.Tensor], key: dg.ShapeKey) -> Any:
+            batch = super().make_batch(views, key)
+            batch.extras["workspace"] = torch.zeros(key.size, 32, device="cuda")
+            self.made.append(weakref.ref(batch.extras["workspace"]))
+            return batch
 
         def forward(self, batch: Any) -> Any:
             logits = super().forward(batch)
-            if len(logits) > len(self.workspace):
-                self.workspace = torch.zeros(len(logits), 32, device="cuda")
-            return self.workspace[: len(logits)].copy_(logits) + 1
+            workspace = batch.extras.get("workspace")
+            if workspace is None:
+                workspace = torch.zeros(len(logits), 32, device="cuda")
+            return workspace.copy_(logits) + 1
 
     engine = Workspace()
     with captured(engine) as runner:
-        old = weakref.ref(engine.workspace.untyped_storage())
         small = engine.batch([3, 5, 2])
         want = eager(ToyEngine("cuda", max_bs=8), small) + 1
         runner.run(engine.batch([3] * 8))
-        assert old() is not None
+        gc.collect()
+        assert engine.made[0]() is not None
         # Whatever takes freed memory now would write what the graph reads, and read what it writes.
         others = [torch.full((4, 32), float("nan"), device="cuda") for _ in range(64)]
         engine.cache.zero_()
         assert torch.equal(runner.run(small), want)
         assert all(bool(other.isnan().all()) for other in others)
+    gc.collect()
+    assert engine.made[0]() is None
 
 
 def test_a_seed_gives_its_numbers_again_and_two_replays_never_the_same() -> None:
@@ -74,6 +84,7 @@ def test_copies_of_outputs_are_those_of_their_own_step_without_a_wait() -> None:
     batches = [engine.batch([2 + step % 5] * 4, seed=step) for step in range(20)]
     wants = [eager(engine, batch).clone() for batch in batches]
     with captured(engine, clone_outputs=True) as runner:
+        engine.cache.zero_()
         torch.cuda._sleep(100_000_000)
         outputs = [runner.run(batch) for batch in batches]
         for output, want in zip(outputs, wants, strict=True):

@@ -27,7 +27,7 @@ class Levels(NamedTuple):
         tapes: memories of the CPU tape, a count, and the bytes under live tensors in them.
         pooled: memories in the input-buffer pool, a count.
         device: allocated and reserved on the GPU.
-        pinned: pinned host memory in use.
+        pinned: pinned host memory, with what is kept for reuse: torch 2.11 miscounts what is in use.
     """
 
     rss: int
@@ -48,11 +48,9 @@ class Levels(NamedTuple):
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            torch.empty(
-                1, pin_memory=True
-            )  # the allocator of pinned memory looks what is free when it is asked for some
+            torch.empty(1, pin_memory=True)  # its allocator looks what is free when it is asked for some
             device = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
+            pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
         memories = TapeMemory.all()
         return cls(
             rss=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
