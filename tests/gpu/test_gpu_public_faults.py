@@ -82,7 +82,7 @@ def test_a_pause_has_waited_for_what_was_queued() -> None:
 def test_copies_of_outputs_are_those_of_their_own_step_without_a_wait() -> None:
     engine = ToyEngine("cuda", max_bs=4)
     batches = [engine.batch([2 + step % 5] * 4, seed=step) for step in range(20)]
-    wants = [eager(engine, batch).clone() for batch in batches]
+    wants = [engine.forward(batch).clone() for batch in batches]
     with captured(engine, clone_outputs=True) as runner:
         engine.cache.zero_()
         torch.cuda._sleep(100_000_000)
