@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import os
 import random
@@ -147,14 +148,48 @@ def test_a_request_ends_at_its_own_last_token_or_length(transformer: Any, answer
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "code"), [([], 4, "prompt-empty"), ([1] * 38, 4, "prompt-too-long"), ([1], 0, "limit-invalid")]
+    ("prompt", "new", "code"),
+    [
+        ([], 4, "prompt-empty"),
+        ([1] * 38, 4, "prompt-too-long"),
+        ([1], 0, "limit-invalid"),
+        ([1], 1.5, "limit-invalid"),
+        ([1, 23], 4, "token-unknown"),
+        ([-1], 4, "token-unknown"),
+    ],
 )
-def test_requests_that_could_never_end_are_refused(transformer: Any, prompt: list[int], new: int, code: str) -> None:
+def test_requests_that_could_never_end_are_refused(transformer: Any, prompt: list[int], new: Any, code: str) -> None:
     engine = engine_of(transformer)
     with pytest.raises(dg.ConfigError) as caught:
         engine.submit(prompt, max_new_tokens=new)
     assert caught.value.code == code
     assert engine.scheduler.is_idle
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_step_that_fails_is_made_again_and_changes_no_token(
+    transformer: Any, answers: list[list[int]], kind: Any
+) -> None:
+    engine = engine_of(transformer)
+    run, calls = engine.run[kind], itertools.count()
+
+    def failing(batch: Any) -> Any:
+        if next(calls) % 2 == 0:
+            raise RuntimeError("the device is away")
+        return run(batch)
+
+    engine.run[kind] = failing
+    for values in (*engine.cache.keys, *engine.cache.values):
+        values.fill_(7)  # as requests before may have left it
+    requests = [engine.submit(prompt, max_new_tokens=9) for prompt in ASKED]
+    failures = 0
+    while not engine.scheduler.is_idle:
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures > 2
+    assert [request.generated for request in requests] == answers
 
 
 def test_a_request_that_the_cache_cannot_hold_is_refused_with_the_room_there_is(transformer: Any) -> None:
@@ -290,6 +325,17 @@ def test_a_draw_is_where_its_number_falls_among_the_likeliest_tokens(
         assert below - 1e-3 * sum(shares) <= place <= below + shares[token_id] + 1e-3 * sum(shares)
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1e-50), Sampling(1e-38), Sampling(1, 1e-50), Sampling(1, 1e-7)], ids=repr
+)
+def test_the_narrowest_draw_is_of_the_likeliest_token(sampling: Sampling) -> None:
+    logits = 9 * torch.randn(50, 23, generator=torch.Generator().manual_seed(0))
+    drawn = draw(logits, [sampling] * 50, [random.Random(row) for row in range(50)])
+    assert torch.equal(drawn, logits.argmax(-1))
+    nothing = draw(torch.full((1, 23), math.nan), [sampling], [random.Random(0)])
+    assert 0 <= int(nothing) < 23  # a model that is broken breaks no other request
+
+
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.1}])
 def test_sampling_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(dg.ConfigError) as caught:
@@ -355,6 +401,7 @@ def test_a_request_finds_its_own_tokens_in_its_blocks_and_all_blocks_come_back(
             batch, deciding = prefill
             assert len(batch.input_ids) == sum(length for _, length in batch.chunks) <= max_prefill_tokens
             assert len(batch.decides) == len(deciding)
+            scheduler.prefilled()
             count = 1
         else:
             scheduler.make_room(1 + proposals)

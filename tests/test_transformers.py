@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -244,6 +245,21 @@ def test_a_manager_has_graphs_once(model: Any) -> None:
     manager = manager_of(model)
     with enable(manager, config=NO_GRAPHS), pytest.raises(dg.ReplayError, match="has graphs already"):
         enable(manager)
+
+
+def test_a_close_that_fails_has_put_everything_back_and_lets_go_when_it_is_called_again(model: Any) -> None:
+    manager = manager_of(model)
+    graphs = enable(manager, config=ONE_GRAPH, key_sizes=[64])
+    ours = manager.batch_processor.model_runner
+    with mock.patch.object(type(graphs.runner), "close", side_effect=RuntimeError("the device is away")):
+        with pytest.raises(RuntimeError, match="away"):
+            graphs.close()
+        assert manager.batch_processor.model_runner is not ours
+        assert manager.batch_processor.inputs_and_outputs.attention_mask is not None
+        assert "_create_batch_processor" not in vars(manager)
+    graphs.close()
+    graphs.close()
+    assert not graphs.runner.graphs
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ class RankGroup:
 
         A communicator that goes before the graphs that were captured with it hangs, or takes their memory with it. What
         raises on the way keeps the rest: a communicator is not destroyed while a graph may be left. Leaves first, so
-        that no rank waits for this one. Waits for the device.
+        that no rank waits for this one. Waits for the device. Calling it twice is fine.
 
         Args:
             runners: see `BaseCudaGraphRunner.close`.
@@ -198,7 +198,8 @@ class RankGroup:
         for runner in runners:
             runner.adapter.empty_cache()
         for communicator in communicators:
-            dist.destroy_process_group(communicator)
+            if dist.is_initialized():
+                dist.destroy_process_group(communicator)
 
     def __enter__(self) -> Self:
         return self
@@ -288,11 +289,12 @@ class RankGroup:
     def _give_up(self, error: RankError) -> RankError:
         """Keeps the error, and lets ranks that come later know at once whom it is about."""
         self._lost = error
-        # Whoever handles the error may have to wait for a device first, which may wait for the lost rank.
-        log(logging.ERROR, "ranks", str(error), {"code": error.code, "ranks": list(error.ranks)})
+        # At once: a late rank that comes in between would agree with what is withdrawn here.
         word = _Word(_LEFT, " ".join(map(str, error.ranks or (self.rank,))))
         for number in (self._number, self._number + 1):
             self._say(number, word)
+        # Whoever handles the error may have to wait for a device first, which may wait for the lost rank.
+        log(logging.ERROR, "ranks", str(error), {"code": error.code, "ranks": list(error.ranks)})
         return error
 
     def _say(self, number: int, word: _Word) -> None:

@@ -140,9 +140,14 @@ class Engine:
         """Lets a prompt wait for its turn; may be called between any two steps.
 
         Raises:
-            ConfigError: `prompt-empty`; `prompt-too-long` for one that could never run to its end; `limit-invalid` for
-                fewer than one new token.
+            ConfigError: `prompt-empty`; `token-unknown` for one that the model has no embedding of; `prompt-too-long`
+                for one that could never run to its end; `limit-invalid` for no number of new tokens.
         """
+        known = self.model.vocabulary
+        unknown = [token_id for token_id in token_ids if not 0 <= token_id < known]
+        if unknown:
+            message = f"the prompt has token {unknown[0]}, the model knows 0 to {known - 1}"
+            raise ConfigError(message, code="token-unknown", hint="use the tokenizer of the model")
         request = Request(list(token_ids), len(token_ids), max_new_tokens, frozenset(eos_token_ids), sampling)
         self.scheduler.submit(request)
         return request
@@ -177,10 +182,12 @@ class Engine:
 
     def _prefill(self, batch: PrefillBatch, requests: list[Request]) -> list[tuple[Request, list[int]]]:
         hidden = self.run["prefill"](batch)
-        if not requests:
-            return []
-        logits = self.model.head(hidden[torch.tensor(batch.decides).to(hidden.device)])
-        return self._append(requests, [[t] for t in _choose(logits.argmax(-1), logits, requests)])
+        token_ids: list[int] = []
+        if requests:
+            logits = self.model.head(hidden[torch.tensor(batch.decides).to(hidden.device)])
+            token_ids = _choose(logits.argmax(-1), logits, requests)
+        self.scheduler.prefilled()
+        return self._append(requests, [[token_id] for token_id in token_ids])
 
     def _propose(self, batch: DecodeBatch, requests: list[Request]) -> list[list[int]]:
         greedy = [request.sampling.is_greedy for request in requests]
@@ -211,9 +218,10 @@ class Engine:
                 right.append(next_id)
             found.append(right)
             self.proposed += len(proposed)
-            self.accepted += len(right) - 1
         self.steps_verified += 1
-        return self._append(requests, found)
+        added = self._append(requests, found)
+        self.accepted += sum(len(token_ids) - 1 for _, token_ids in added)
+        return added
 
     def _append(self, requests: list[Request], found: list[list[int]]) -> list[tuple[Request, list[int]]]:
         added = []

@@ -65,6 +65,7 @@ class Model:
     Attributes:
         device: where it lies.
         max_length: tokens that a request may have by the model's positions; None where it does not say.
+        vocabulary: tokens that it has embeddings of.
 
     Raises:
         BackendError: `checkpoint-unusable` for a model without attention heads.
@@ -73,6 +74,7 @@ class Model:
     def __init__(self, transformer: Any) -> None:
         fuse_norms(transformer)
         self.transformer = transformer
+        self.vocabulary: int = transformer.get_input_embeddings().num_embeddings
         self.device: torch.device = transformer.device
         config = transformer.config
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)

@@ -59,12 +59,17 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], sources: Sequence[
         for sampling, source in zip(samplings, sources, strict=True)
     ]
     temperature, top_p, number = torch.tensor(numbers).to(logits.device)[..., None].unbind(1)
-    likely, order = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)
+    logits = logits.float()
+    # From the largest on, so that a temperature near 0, which may be 0 in this type, makes nothing infinite.
+    below = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(torch.finfo(logits.dtype).tiny)
+    likely, order = below.softmax(-1).sort(-1, descending=True)
     before = likely.cumsum(-1) - likely
-    likely = likely.where(before < top_p, 0)  # the likeliest token stays, however small `top_p` is
+    kept = before < top_p
+    kept[:, 0] = True  # the likeliest token stays, however small `top_p` is
+    likely = likely.where(kept, 0)
     up_to = likely.cumsum(-1)
     chosen = (up_to <= number * up_to[:, -1:]).sum(-1, keepdim=True)
     # Rounding may leave the number at the very end, behind the last token that has a share.
-    chosen = chosen.minimum((likely > 0).sum(-1, keepdim=True) - 1)
+    chosen = chosen.minimum((likely > 0).sum(-1, keepdim=True) - 1).clamp_min(0)
     token_ids: torch.Tensor = order.gather(-1, chosen)[:, 0]
     return token_ids

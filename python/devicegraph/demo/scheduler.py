@@ -33,7 +33,7 @@ class Request:
         finish: why it ended: `stop` by one of its last tokens, `length` by their number; None while it is not done.
         preemptions: how often it had to give its blocks to an older one.
         blocks: those that it holds, in order.
-        cached: tokens of a prompt whose keys and values are in the cache, or are written there by the step under way.
+        cached: tokens of a prompt whose keys and values are in the cache.
         row: its row of the decode batch, or None.
     """
 
@@ -91,6 +91,8 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._proposals = proposals
         self._has_prefilled = False
+        #: What the last step of prompts writes: how many tokens of whom.
+        self._written: list[tuple[Request, int]] = []
         #: Blocks that a row of the decode batch has room for; what verification looks at behind a request's end is 0.
         self.table_width = -(-(max_length + proposals) // cache.block_size)
         self._tables = torch.zeros(max_requests, self.table_width, dtype=torch.int32)
@@ -100,14 +102,14 @@ class Scheduler:
         """Lets a request wait for its turn.
 
         Raises:
-            ConfigError: `prompt-empty`; `limit-invalid` for fewer than one new token; `prompt-too-long` for one that
+            ConfigError: `prompt-empty`; `limit-invalid` for no number of new tokens; `prompt-too-long` for one that
                 could never run to its end.
         """
         if not request.token_ids:
             raise ConfigError("the prompt has no token", code="prompt-empty")
-        if request.max_new_tokens < 1:
-            message = f"max_new_tokens: {request.max_new_tokens} is not an integer from 1 on"
-            raise ConfigError(message, code="limit-invalid")
+        new: object = request.max_new_tokens
+        if not isinstance(new, int) or new < 1:
+            raise ConfigError(f"max_new_tokens: {new!r} is not an integer from 1 on", code="limit-invalid")
         room = min(self._max_length, self._manager.total * self._cache.block_size)
         if request.limit > room:
             raise ConfigError(
@@ -129,7 +131,7 @@ class Scheduler:
         return self._manager.free
 
     def prefill_batch(self) -> tuple[PrefillBatch, list[Request]] | None:
-        """A step of prompts, where there are any and it is their turn.
+        """A step of prompts, where there are any and it is their turn. Once it is done, `prefilled` counts it.
 
         Returns:
             The batch, and the requests whose prompts end in it, for which it decides the next token.
@@ -144,14 +146,15 @@ class Scheduler:
         chunks: list[tuple[int, int]] = []
         decides: list[int] = []
         deciding: list[Request] = []
+        self._written.clear()
         for request in prompts:
             length = min(len(request.token_ids) - request.cached, self._max_prefill_tokens - len(token_ids))
             if length == 0:
                 break
             token_ids += request.token_ids[request.cached : request.cached + length]
             chunks.append((request.cached, length))
-            request.cached += length
-            if request.cached == len(request.token_ids):
+            self._written.append((request, length))
+            if request.cached + length == len(request.token_ids):
                 decides.append(len(token_ids) - 1)
                 deciding.append(request)
         tables = _padded([request.blocks for request in prompts[: len(chunks)]])
@@ -168,6 +171,12 @@ class Scheduler:
             decides,
         )
         return batch, deciding
+
+    def prefilled(self) -> None:
+        """Counts what the step of `prefill_batch` has written; one that failed is made again."""
+        for request, length in self._written:
+            request.cached += length
+        self._written.clear()
 
     def make_room(self, tokens: int) -> None:
         """Gives each request of `decoding` the blocks for so many more tokens, its last one included.

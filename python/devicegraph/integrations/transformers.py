@@ -171,10 +171,10 @@ class ContinuousBatchingGraphs:
         return processor
 
     def _let_go(self) -> None:
-        steps, self._steps = self._steps, None
         self._kept.clear()
-        if steps is not None:
-            steps.close()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     def _check_stopped(self, doing: str) -> None:
         if self.manager.is_running():
@@ -195,14 +195,16 @@ class ContinuousBatchingGraphs:
         return verify(self.runner, list(self._kept), poisons=_POISONS)
 
     def close(self) -> None:
-        """Drops the graphs and puts everything back that was replaced. Calling it twice is fine.
+        """Puts everything back that was replaced, and drops the graphs. Calling it twice is fine.
+
+        What the device raises passes through once everything is back: call it again to let go of the graphs.
 
         Raises:
             ReplayError: `manager-running`.
         """
         if self._is_open:
             self._check_stopped("graphs cannot be taken from")
-            del self.manager._create_batch_processor
+            vars(self.manager).pop("_create_batch_processor", None)
             self._let_go()
             self._is_open = False
 
@@ -302,11 +304,12 @@ class _Steps:
         self.processor.model_runner = self
 
     def close(self) -> None:
-        """Drops the graphs, and puts back what `install` has replaced."""
-        self.runner.close()
+        """Puts back what `install` has replaced, and drops the graphs."""
         for io, mask in self._masks:
             io.attention_mask = mask
+        self._masks = []
         self.processor.model_runner = self._own
+        self.runner.close()
 
     # What the processor calls.
 
