@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeV
 import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
+from devicegraph.devices.adapter import dropped_on_failure
 from devicegraph.errors import BackendError, CaptureError, RankError
 from devicegraph.forking import ParentsGraphs, watch_forks
 
@@ -254,6 +255,15 @@ class BaseCudaGraphBackend(ABC):
 
         Only backends with `wants_largest_output` are told.
         """
+
+    @contextmanager
+    def _dropped_on_failure(self, shape_key: Hashable, recording: Recording) -> Iterator[None]:
+        """Drops what is being captured where the block fails: an error is a `CaptureError`, an interrupt passes."""
+        try:
+            with dropped_on_failure(recording):
+                yield
+        except Exception as error:
+            raise capture_failed(self.phase, shape_key, error) from error
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
         """Runs the forward as often as it takes for lazily made things to be there, waits, and returns its output."""

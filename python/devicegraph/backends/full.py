@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from devicegraph.backends.base import BaseCudaGraphBackend, Captured, capture_failed
+from devicegraph.backends.base import BaseCudaGraphBackend, Captured
 from devicegraph.devices.executables import SharedExecutables, random_state
 from devicegraph.outputs import replace_tensors, tensors_of
 
@@ -63,13 +63,8 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         """See `BaseCudaGraphBackend.capture_one`."""
         self.discard(shape_key)
         graph: Any = self._new_graph()
-        try:
+        with self._dropped_on_failure(shape_key, graph):
             graph, output = self._capture(graph, shape_key, forward_fn, post_warmup_hook)
-        except BaseException as error:
-            graph.reset()
-            if isinstance(error, Exception):
-                raise capture_failed(self.phase, shape_key, error) from error
-            raise
         self._captured[shape_key] = Captured(graph, output, capture_inputs)
         return output
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from devicegraph.backends.autocast import autocast_as
-from devicegraph.backends.base import BaseCudaGraphBackend, Captured, capture_failed
+from devicegraph.backends.base import BaseCudaGraphBackend, Captured
 from devicegraph.backends.shared_output import SharedOutput
 
 if TYPE_CHECKING:
@@ -131,14 +131,9 @@ class SegmentedBackend(BaseCudaGraphBackend):
         """See `BaseCudaGraphBackend.capture_one`."""
         self.discard(shape_key)
         steps = Steps()
-        try:
+        with self._dropped_on_failure(shape_key, steps):
             self._shared.make_room(self._warm_up(forward_fn, post_warmup_hook))
             output = self._capture(forward_fn, steps)
-        except BaseException as error:
-            steps.reset()
-            if isinstance(error, Exception):
-                raise capture_failed(self.phase, shape_key, error) from error
-            raise
         self._captured[shape_key] = Captured(steps, output, capture_inputs)
         return output
 

@@ -154,9 +154,16 @@ class CaptureSegments:
             self._on_segment(graph)
 
 
+class Droppable(Protocol):
+    """A graph, or several."""
+
+    def reset(self) -> None:
+        """Drops what was captured. Calling it twice is fine."""
+
+
 @contextmanager
-def dropped_on_failure(graph: DeviceGraph) -> Iterator[None]:
-    """Resets a graph where the block fails: it is captured, and whoever is to keep it does not have it yet."""
+def dropped_on_failure(graph: Droppable) -> Iterator[None]:
+    """Resets a graph where the block fails: whoever is to keep it does not have it yet."""
     try:
         yield
     except BaseException:

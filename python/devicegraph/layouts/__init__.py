@@ -262,14 +262,14 @@ class _Counts:
             message = f"`attn_tp_rank`: {self._rank} is none of {self.ranks} ranks"
             hint = "number the ranks from 0 to `attn_tp_size - 1`"
             raise SlotError(message, code="bad-option", hint=hint, given=str(self._rank))
-        self._dp_ranks = 1 if num_dp_ranks is None else _positive("num_dp_ranks", num_dp_ranks)
+        dp_ranks = 1 if num_dp_ranks is None else _positive("num_dp_ranks", num_dp_ranks)
         if require_mlp_tp_gather and num_dp_ranks is None:
             raise SlotError(
                 "`require_mlp_tp_gather` needs `num_dp_ranks`, for how many ranks there are counts",
                 code="option-missing",
                 slot="global_num_tokens_gpu",
             )
-        self._global_ranks = self._dp_ranks if require_mlp_tp_gather else 1
+        self._global_ranks = dp_ranks if require_mlp_tp_gather else 1
         #: What the tokens of every bucket are a multiple of.
         self.token_alignment = 1
 

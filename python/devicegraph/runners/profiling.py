@@ -42,7 +42,7 @@ def profile_captures(runner: BaseCudaGraphRunner, folder: str | os.PathLike[str]
         Path(folder).mkdir(parents=True, exist_ok=True)
         with profile(record_shapes=True) as profiler:
             report = capture()
-        base = _free_name(Path(folder), f"{getattr(runner, 'mode', runner.phase)}-rank{runner.hooks.rank}")
+        base = _free_name(Path(folder), f"{runner.purpose}-rank{runner.hooks.rank}")
         profiler.export_chrome_trace(f"{base}.json")
         table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=ROWS)
         Path(f"{base}.txt").write_text(table, encoding="utf-8")
