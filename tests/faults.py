@@ -491,6 +491,8 @@ def inject(bench: Bench, scenario: str, point: Point, error: BaseException) -> N
     else:
         assert set(runner.graphs) == set(runner.backend.captured) == graphs
     del raised, report
+    for fields in (given, vars(batch)):  # memory of the device, which the error's frames hold
+        fields.clear()
     if not isinstance(error, Exception):
         error.__traceback__ = None  # it holds all that was going on; those that became errors of ours do not
     bench.expect_step(bench.largest + 2)

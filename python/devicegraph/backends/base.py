@@ -266,7 +266,7 @@ class BaseCudaGraphBackend(ABC):
             raise capture_failed(self.phase, shape_key, error) from error
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
-        """Runs the forward as often as it takes for lazily made things to be there, waits, and returns its output."""
+        """Runs the forward as often as it takes for lazily made things to be there, and returns its output."""
         output: Any = None
         for _ in range(self.WARMUPS):
             self.adapter.synchronize()
@@ -275,11 +275,16 @@ class BaseCudaGraphBackend(ABC):
             output = forward_fn()
             if post_warmup_hook is not None:
                 post_warmup_hook()
-        if not self.captured:
-            # A capture cannot take what lies in the allocator's cache. The first one, of the largest size, needs most.
-            self.adapter.empty_cache()
-        self.adapter.synchronize()
         return output
+
+    def _end_warm_up(self) -> None:
+        """Waits for the warm-ups, whose output nobody holds any longer unless it is needed.
+
+        What they left in the allocator's cache, which is about as much as the graph needs, is given back: a capture
+        cannot take it from there, and would run out of memory beside it.
+        """
+        self.adapter.empty_cache()
+        self.adapter.synchronize()
 
 
 _HINTS: Final = {
