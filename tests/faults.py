@@ -490,11 +490,11 @@ def inject(bench: Bench, scenario: str, point: Point, error: BaseException) -> N
         return
     else:
         assert set(runner.graphs) == set(runner.backend.captured) == graphs
+    if raised is None or not isinstance(error, Exception):
+        error.__traceback__ = None  # it holds all that was going on; those that became errors of ours do not
     del raised, report
     for fields in (given, vars(batch)):  # memory of the device, which the error's frames hold
         fields.clear()
-    if not isinstance(error, Exception):
-        error.__traceback__ = None  # it holds all that was going on; those that became errors of ours do not
     bench.expect_step(bench.largest + 2)
     bench.repair()
     bench.expect_replays()
