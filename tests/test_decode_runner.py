@@ -192,6 +192,19 @@ def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
             assert torch.equal(runner.run(batch), eager(engine, batch))
 
 
+@pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_shapes_that_are_captured_one_by_one_are_all_cut_to_their_live_rows(order: tuple[int, ...], axes: Any) -> None:
+    engine = ToyEngine(max_bs=8)
+    with runner_for(engine, bs=[1, 4, 8], output_axes=axes) as runner, runner.backend.capture_session():
+        for captures, size in enumerate(order):
+            runner.capture_one_shape(size)
+            largest = max(order[: captures + 1])
+            for bs in range(1, largest + 1):
+                batch = engine.batch([3] * bs)
+                assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
 @pytest.mark.parametrize("hook", ["prepare", "in_graph"])
 def test_a_shape_that_fails_when_it_is_captured_again_has_no_graph_and_its_batches_take_the_next_larger_one(
     hook: str,
@@ -400,6 +413,16 @@ def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
     batch = runner.replay_prepare(engine.batch([]))
     assert batch.seq_lens.tolist() == [1] * 4
     assert batch.out_cache_loc.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
+    ranks = Ranks([0], bs=[1], output_axes=axes)
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.answer = dg.Proposal(True, 1)
+    assert runner.run(engine.batch([])).shape == (0, 32)
+    assert runner.run(engine.batch([3])).shape == (1, 32)
 
 
 def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
