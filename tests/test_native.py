@@ -330,6 +330,20 @@ def test_a_registry_whose_first_fills_are_recorded_pads_right_ever_after(executo
     assert len(held) == 40
 
 
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+def test_numbers_that_a_warm_up_has_made_are_known_to_the_capture(executor: Any) -> None:
+    adapter = get_device_adapter("cpu")
+    counts = dg.GraphSlot("n", lambda bs, tokens: (tokens,), torch.int32, value_fn=lambda context: [5, 6])
+    registry = registry_of(counts, executor=executor)
+    registry.fill_from({}, **SIZES)
+    graph, pool = adapter.graph(), dg.GraphMemoryPool(adapter)
+    with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        registry.fill_from({}, **SIZES)
+    counts.buffer.fill_(3)
+    graph.replay()
+    assert counts.buffer.tolist()[:2] == [5, 6]
+
+
 class Doubling:
     device = torch.device("cpu")
     limits = dg.Limits(max_bs=2, max_num_tokens=2)

@@ -138,12 +138,13 @@ class _Group(NamedTuple):
     heads: tuple[_Head, ...]
 
 
-def is_captured() -> bool:
-    """Whether this thread's current stream is being captured by CUDA.
+def is_captured(device: torch.device) -> bool:
+    """Whether this thread's current stream is being captured, of a device that something is on.
 
     A tensor that is made then is the capture's: its memory is used again, and it has no value before a replay.
     """
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return asked is not None and asked()
 
 
 def _picker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -250,6 +251,8 @@ class HostValues:
 
     def __init__(self) -> None:
         self._tensors: dict[object, torch.Tensor] = {}
+        #: ADDRESS: those that graphs read which captured a fill.
+        self._captured: dict[object, torch.Tensor] = {}
 
     def tensor(self, slot: GraphSlot, value: object, rows: int) -> torch.Tensor:
         """The source that holds a value.
@@ -274,8 +277,12 @@ class HostValues:
             key = (slot.name, repr(numbers), is_sequence, rows)
         except ValueError as error:  # an integer of more digits than Python prints
             raise _bad_value(slot, value) from error
-        if is_captured():
-            return _tensor_of(slot, numbers, is_sequence, rows)
+        if is_captured(buffer_of(slot).device):
+            tensor = self._captured.get(key, self._tensors.get(key))
+            if tensor is None:
+                return _tensor_of(slot, numbers, is_sequence, rows)
+            self._captured[key] = tensor
+            return tensor
         tensor = self._tensors.pop(key, None)
         if tensor is None:
             with _disable_current_modes():  # what is kept is real, whoever records the fill

@@ -86,6 +86,7 @@ class PreparedSteps:
         # A table is good for telling whether sources are those of a step, also where calls carry the step out.
         self._checks = tables_of(slots, planner, None) if native is None and EXCHANGE is not None else None
         self._numbers = [(index, slot) for index, slot in enumerate(slots) if slot.value_fn is not None]
+        self._devices = {buffer_of(slot).device for slot in slots}
         self._steps: dict[object, Step] = {}
         #: The step that was prepared or found last for each sizes, which is nearly always the one that is wanted.
         self.latest: dict[Sizes, Step] = {}
@@ -170,7 +171,7 @@ class PreparedSteps:
     def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> Step:
         known = tuple(map(_known, self._slots, sources))
         step = self._steps.get((sizes, known))
-        if step is None and is_captured():
+        if step is None and any(map(is_captured, self._devices)):
             # With constants of its own, which go with the capture.
             step = self._compiled(sizes, known, ForeachExecutor())
             self._check_memory(sources)

@@ -107,7 +107,7 @@ class CapturedGraph:
                 tensor if axis is None else tensor.narrow(axis.axis, 0, axis.rows(size))
                 for tensor, axis in zip(self._tensors, axes, strict=True)
             ]
-        if clone:
-            tensors = [tensor.clone() for tensor in tensors]
-        # Containers are made anew for each step, since samplers like to write into them.
+        # Containers and tensors are made anew for each step: callers like to write into the ones, and to reshape the
+        # others in place.
+        tensors = [tensor.clone() if clone else tensor.detach() for tensor in tensors]
         return tensors[0] if isinstance(self._output, torch.Tensor) else replace_tensors(self._output, tensors)
