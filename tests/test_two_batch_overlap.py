@@ -195,6 +195,16 @@ def test_metadata_is_prepared_for_the_whole_and_each_half_in_capture_and_on_ever
         assert engine.prepared == []
 
 
+def test_an_audit_prepares_the_halves_at_the_head_of_the_graph_as_a_capture_does() -> None:
+    engine = InGraph()
+    three = [dg.ShapeKey(4), dg.ShapeKey(4, stream_idx=0), dg.ShapeKey(4, stream_idx=1)]
+    engine.tables = {key: torch.zeros(rows, dtype=torch.int64) for key, rows in zip(three, (4, 2, 2), strict=True)}
+    with runner_for(engine, [4]) as runner:
+        report = runner.audit(constants=vars(engine))
+        assert report.ok, str(report)
+        assert engine.prepared == 2 * three
+
+
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_counts_of_a_half_are_its_own(rank: int | None) -> None:
     options: dict[str, Any] = {"enable_num_token_non_padded": True}
