@@ -331,7 +331,7 @@ class CudaGraphBufferRegistry:
         sources = read_fields(batch, self._fields) if fields is None else fields
         context = None
         if self._functions or self._hooks:
-            context = context_of(batch, sizes[:4], pp_proxy_tensors)
+            context = context_of(batch, (*sizes[:4], pp_proxy_tensors))
             for index, slot in self._functions:
                 if slot.value_fn is not None:
                     sources[index] = slot.value_fn(context)
