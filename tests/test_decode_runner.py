@@ -192,6 +192,29 @@ def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
             assert torch.equal(runner.run(batch), eager(engine, batch))
 
 
+def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_step() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine) as runner:
+        for bs in (1, 1, 3, 3):
+            batch = engine.batch([3] * bs)
+            output = runner.run(batch)
+            assert torch.equal(output, eager(engine, batch))
+            output.unsqueeze_(0).requires_grad_()
+
+
+@pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_shapes_that_are_captured_one_by_one_are_all_cut_to_their_live_rows(order: tuple[int, ...], axes: Any) -> None:
+    engine = ToyEngine(max_bs=8)
+    with runner_for(engine, bs=[1, 4, 8], output_axes=axes) as runner, runner.backend.capture_session():
+        for captures, size in enumerate(order):
+            runner.capture_one_shape(size)
+            largest = max(order[: captures + 1])
+            for bs in range(1, largest + 1):
+                batch = engine.batch([3] * bs)
+                assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
 @pytest.mark.parametrize("hook", ["prepare", "in_graph"])
 def test_a_shape_that_fails_when_it_is_captured_again_has_no_graph_and_its_batches_take_the_next_larger_one(
     hook: str,
@@ -322,6 +345,21 @@ def test_an_optional_field_that_is_missing_is_padding_in_every_row() -> None:
         assert torch.equal(runner.run(batch), want)
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_else(backend: str) -> None:
+    class Circular(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            try:
+                raise ValueError("went wrong")
+            except ValueError as error:
+                raise error from error
+
+    with runner_for(Circular(), bs=[2], backend=backend) as runner:
+        with pytest.raises(dg.CaptureError, match="went wrong") as caught:
+            runner.capture()
+        assert caught.value.code == "forward-failed"
+
+
 # Idle ranks and votes.
 
 
@@ -400,6 +438,16 @@ def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
     batch = runner.replay_prepare(engine.batch([]))
     assert batch.seq_lens.tolist() == [1] * 4
     assert batch.out_cache_loc.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
+    ranks = Ranks([0], bs=[1], output_axes=axes)
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.answer = dg.Proposal(True, 1)
+    assert runner.run(engine.batch([])).shape == (0, 32)
+    assert runner.run(engine.batch([3])).shape == (1, 32)
 
 
 def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
@@ -1077,7 +1125,8 @@ def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:
     gc.collect()
     before = len(TapeMemory.all())
     runner = captured(engine, graph_pool=dg.GraphMemoryPool(dg.get_device_adapter("cpu")))
-    output = weakref.ref(runner.run(engine.batch([3])))
+    runner.run(engine.batch([3]))
+    output = weakref.ref(runner.backend.captured[dg.ShapeKey(1)].output)
     buffer = weakref.ref(runner.buffer_registry.get_slot("input_ids").buffer)
     assert output() is not None
     assert buffer() is not None

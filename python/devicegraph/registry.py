@@ -188,7 +188,7 @@ class CudaGraphBufferRegistry:
                 message = f"executor `{self.wanted_executor}` cannot be had: {self._reason}"
                 raise BackendError(message, code="executor-unavailable", hint="use `auto`")
             if self._reason is None and self.wanted_executor != "foreach":
-                native = NativeExecutor(slots, self._planner, self._calls)
+                native = NativeExecutor(slots, self._planner)
             self._steps = PreparedSteps(slots, self._planner, self._calls, native, self._values)
             self._latest = self._steps.latest
         return self._steps

@@ -294,6 +294,16 @@ _HINTS: Final = {
 }
 
 
+def _chained(error: BaseException) -> list[BaseException]:
+    """An error and all that caused it or were handled when it was raised; each once, as they may be in a circle."""
+    found = [error]
+    for each in found:
+        for other in (each.__cause__, each.__context__):
+            if other is not None and all(other is not known for known in found):
+                found.append(other)
+    return found
+
+
 def _one_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
@@ -303,10 +313,8 @@ def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> 
     """The error for a capture that failed because of `cause`, to be raised from it; without a key, that of no graph."""
     # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the
     # error. What they show of the source stays.
-    seen: BaseException | None = cause
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    for error in _chained(cause):
+        traceback.clear_frames(error.__traceback__)
     if isinstance(cause, CaptureError):
         code, message, hint, operator = cause.code, cause.message, cause.hint, cause.operator
     elif isinstance(cause, RankError):

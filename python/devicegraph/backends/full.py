@@ -118,7 +118,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         if self.executables is not None:
             updatable: DeviceGraph = self.adapter.updatable_graph()
             return updatable
-        return self.adapter.filling_graph() if self.fills else self.adapter.graph()
+        return self.adapter.graph()
 
     def _warm_up_to_check(
         self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None

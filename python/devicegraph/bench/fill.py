@@ -296,7 +296,7 @@ def by_node(
     adapter: DeviceAdapter, registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], case: Case
 ) -> Callable[[], None]:
     """What a step does to fill where its graph begins with the fill, but for the launch that a step has anyway."""
-    graph = adapter.filling_graph()
+    graph = adapter.graph()
     pool, stream = GraphMemoryPool(adapter), adapter.stream()
     with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         adapter.record_fill()

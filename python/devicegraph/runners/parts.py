@@ -215,10 +215,9 @@ class RunnerParts(ABC):
 
     def share_rows(self, size: int) -> int | None:
         """The rows of this rank's share of the tokens of a bucket; None where every rank has all of them."""
-        ranks = self.buffer_registry.alignment[1]
+        ranks = self.buffer_registry.token_alignment
         tokens = self._padded_sizes(size, self._idle_requests(size))[1]
-        is_spread = self.buffer_registry.token_alignment > 1 or (tokens // size) % ranks > 0
-        return tokens // ranks if ranks > 1 and is_spread else None
+        return tokens // ranks if ranks > 1 else None
 
     def _find_row_axes(self, smallest: int, largest: int) -> dict[str, int]:
         """Along which axis each slot's view grows with the bucket; slots that do not grow are left out."""
