@@ -183,17 +183,20 @@ def test_a_stage_that_is_sent_nothing_replays_no_rows_of_the_step_before() -> No
         assert all((buffer == 7).all() for buffer in buffers.values())
 
 
-def test_a_graph_whose_batch_shows_no_proxies_asks_for_none() -> None:
+def test_a_graph_whose_batch_shows_no_proxies_takes_none() -> None:
     last = LastStage(0)
-    last.make_batch = lambda views, key: SimpleNamespace(**views, batch_size=key.size)  # type: ignore[attr-defined]
-    last.forward = lambda batch: batch.input_ids * 2  # type: ignore[assignment, method-assign, return-value]
-    with runner_for(last, [4], registry=last.registry(), output_axes=[dg.RowAxis(0)]) as runner:
+    last.make_batch = lambda views, key: SimpleNamespace(**views, batch_size=key.size, pp_proxy_tensors=None)  # type: ignore[attr-defined]
+    forward = last.forward
+    last.forward = lambda batch: FirstStage.forward(last, batch) if batch.pp_proxy_tensors is None else forward(batch)  # type: ignore[method-assign]
+    with runner_for(last, [4, 8], registry=last.registry()) as runner:
         runner.capture()
-        for proxies in (None, FirstStage(0).forward(padded_batch(3, 4, 1)[1])):
-            batch = padded_batch(3, 4, 1)[0]
-            batch.pp_proxy_tensors = proxies
-            assert runner.can_run(batch)
-            assert torch.equal(runner.run(batch), batch.input_ids * 2)
+        batch, whole = padded_batch(4, 4, 1)
+        batch.pp_proxy_tensors = None
+        assert runner.can_run(batch)
+        batch.pp_proxy_tensors = FirstStage(0).forward(whole)
+        decision = runner.can_run(batch)
+        assert (decision.code, decision.fields) == ("field-unexpected", ("pp_proxy_tensors",))
+        assert torch.equal(runner.run(batch)["hidden"], forward(batch)["hidden"])
 
 
 def test_buckets_are_multiples_of_the_ranks_and_dropped_ones_are_listed() -> None:

@@ -449,7 +449,7 @@ class CudaGraphBufferRegistry:
 
     def unexpected(self, mask: int, exposed_mask: int) -> tuple[str, ...]:
         """The slots that this batch has and the batch of a captured graph had not (`field-unexpected`)."""
-        return self._named(mask & ~exposed_mask & ~self._proxies)
+        return self._named(mask & ~exposed_mask)
 
     def _named(self, mask: int) -> tuple[str, ...]:
         return tuple(name for bit, name in enumerate(self._exposable) if mask >> bit & 1) if mask else ()
