@@ -113,7 +113,7 @@ def _idle_step(runner: BaseCudaGraphRunner, number: int, key: ShapeKey) -> Step:
 
     That is where the forward does not run at that size, and where an output is a rank's share of the whole bucket.
     """
-    is_share = runner.share_rows(key.size) is not None and None in runner.graphs[key].axes
+    is_share = runner.share_rows(key.size) is not None and None in (runner.graphs[key].axes or ())
     half = 0 if is_share else key.size // 2
     with torch.no_grad():
         if half:
