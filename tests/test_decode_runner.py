@@ -450,6 +450,15 @@ def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
     assert runner.run(engine.batch([3])).shape == (1, 32)
 
 
+def test_each_rank_replays_the_variant_of_its_own_batch_in_the_bucket_that_all_agreed_on() -> None:
+    engine = ToyEngine(max_bs=8)
+    engine.variants, engine.variant = ("a", "b"), lambda batch: "b" if batch.batch_size in (0, 3) else "a"
+    engine.vote = lambda proposal: dg.agree([proposal, dg.Proposal(True, 5)])
+    with captured(engine, bs=[4, 8]) as runner:
+        keys = [runner.can_run(engine.batch([4] * requests)).key for requests in (0, 1, 3)]
+    assert keys == [dg.ShapeKey(8, variant_label=label) for label in ("b", "a", "b")]
+
+
 def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
     ranks = Ranks([0], bs=[1, 4])
     (runner,) = ranks.runners
