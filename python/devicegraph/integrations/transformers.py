@@ -188,6 +188,9 @@ class ContinuousBatchingGraphs:
         Each batch writes its keys and values once more where it has written them, so that what other requests have put
         there since is lost: call it between generations, when no request is active. Waits for the device, often.
 
+        Returns:
+            A report, which is not true where no batch was kept.
+
         Raises:
             ReplayError: `manager-running`, or the graphs are closed.
         """
