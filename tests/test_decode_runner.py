@@ -700,6 +700,42 @@ def test_a_pre_replay_hook_that_raises_prevents_the_step() -> None:
         assert runner.metrics().steps == 0
 
 
+class Shifting(ToyEngine):
+    """Its `pre_replay` sets fields of the batch; where told it fails, there or behind."""
+
+    fails: str | None = None
+
+    def pre_replay(self, batch: Any) -> None:
+        batch.positions = batch.positions - 1
+        batch.was_shifted = True
+        if self.fails == "pre_replay":
+            raise ValueError("pre_replay failed")
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        if self.fails == "prepare":
+            raise ValueError("prepare failed")
+
+
+@pytest.mark.parametrize("hook", ["pre_replay", "prepare"])
+@pytest.mark.parametrize(("step", "requests"), [("run", 3), ("replay", 3), ("run", 5)])
+def test_what_a_hook_before_a_step_did_to_a_batch_is_undone_where_the_step_fails(
+    hook: str, step: str, requests: int
+) -> None:
+    engine = Shifting(max_bs=8)
+    with captured(engine, bs=[4]) as runner:
+        batch = engine.batch([4] * requests)
+        given = vars(batch).copy()
+        engine.fails = hook
+        with pytest.raises(ValueError, match=f"{hook} failed"):
+            getattr(runner, step)(batch)
+        assert vars(batch).keys() == given.keys()
+        assert all(vars(batch)[name] is value for name, value in given.items())
+        engine.fails = None
+        again = getattr(runner, step)(batch).clone()
+        assert batch.was_shifted
+        assert torch.equal(again, runner.run(engine.batch([4] * requests)))
+
+
 @pytest.mark.parametrize("hook", ["prepare", "upgrade"])
 def test_a_failure_while_preparing_leaves_batch_and_runner_usable(hook: str) -> None:
     engine = Recorded(max_bs=4)

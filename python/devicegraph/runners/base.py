@@ -23,6 +23,8 @@ from devicegraph.runners.decision import EAGER, Decision
 from devicegraph.verifying import verify_capture
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from devicegraph._core import FillNode
     from devicegraph.runners.captured import CapturedGraph
     from devicegraph.runners.shape_key import ShapeKey
@@ -108,7 +110,10 @@ class BaseCudaGraphRunner(CapturingRunner):
             ReplayError: the runner is closed or paused.
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
-        self._begin_step(forward_batch)
+        self._check_running()
+        return self._run(forward_batch) if self.hooks.pre_replay is None else self._begun(self._run, forward_batch)
+
+    def _run(self, forward_batch: Any) -> Any:
         bs, num_tokens = self._sizes(forward_batch)
         decision = self._decide(forward_batch, bs, num_tokens)
         if decision.key is not None:
@@ -130,7 +135,12 @@ class BaseCudaGraphRunner(CapturingRunner):
             ReplayError: the batch cannot be replayed, with the decision's code; the runner is closed or paused.
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
-        self._begin_step(forward_batch)
+        self._check_running()
+        if self.hooks.pre_replay is None:
+            return self._replay_as(forward_batch, decision)
+        return self._begun(self._replay_as, forward_batch, decision)
+
+    def _replay_as(self, forward_batch: Any, decision: Decision | None) -> Any:
         bs, num_tokens = self._sizes(forward_batch)
         key = self._graph_for(forward_batch, decision, bs, num_tokens)
         return self._replay(forward_batch, key, bs, num_tokens)
@@ -398,10 +408,11 @@ class BaseCudaGraphRunner(CapturingRunner):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin_step(self, forward_batch: Any) -> None:
-        self._check_running()
-        if self.hooks.pre_replay is not None:
-            self.hooks.pre_replay(forward_batch)
+    def _begun(self, step: Callable[..., Any], forward_batch: Any, *rest: Any) -> Any:
+        """A step with the hook before it, whose doing is undone with the step's where either fails."""
+        with unchanged_on_failure(forward_batch):
+            self.hooks.pre_replay(forward_batch)  # type: ignore[misc]  # there is one
+            return step(forward_batch, *rest)
 
     def _check_running(self) -> None:
         if self._state != "open":

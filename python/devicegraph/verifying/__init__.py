@@ -74,10 +74,12 @@ def verify(
         SlotError: `bad-state`, `bad-value` or `unknown-slot` for an argument; a batch with a field that does not fit.
     """
     runner._check_running()
+    pre_replay = runner.hooks.pre_replay
     proofs = Proofs(runner, state, poisons or {}, {**TOLERANCES, **(tolerances or {})})
     steps, skipped = [], []
     for number, batch in enumerate(batches):
-        runner._begin_step(batch)
+        if pre_replay is not None:
+            pre_replay(batch)
         decision = runner.can_run(batch)
         if decision.key is None:
             skipped.append(SkippedBatch(number, decision.code))
