@@ -433,7 +433,7 @@ def test_each_batch_goes_through_every_graph_that_has_room_and_what_has_none_is_
         assert report
         nothing = dg.verify(runner, [])
         assert not nothing
-        with pytest.raises(dg.ReplayError, match="^decode: nothing verified: there is no batch\n  not verified, as no"):
+        with pytest.raises(dg.ReplayError, match=r"^decode: nothing verified: there is no batch\n"):
             nothing.check()
         skipped = dg.verify(runner, [engine.batch([3] * 5)], state=state_of(engine))
         assert str(skipped).split("\n")[0] == "decode: nothing verified: no graph takes a batch"
