@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
+import queue
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph import distributed
 from devicegraph.plans import as_text, differences, plan_of
 from engines import ToyEngine, config
 from rank_cases import IMPATIENT_S, STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).parent / "rank_cases.py"
 PAGE = (Path(__file__).parent.parent / "docs" / "ranks.md").read_text(encoding="utf-8")
@@ -186,6 +194,114 @@ def test_a_functional_collective_is_recorded_and_waited_for_on_replay(groups: di
     for rank in groups["functional_collective"]:
         assert rank["exit"] == 0
         assert rank["result"] == [[0, 3, 6], [15, 18, 21]]
+
+
+# Ranks that come while they are given up.
+
+THREE = (0, 1, 2)
+
+
+class Steps:
+    """A store for ranks in threads, of which one at a time does one thing, in the order that a test wants."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.turns = {rank: threading.Semaphore(0) for rank in THREE}
+        #: Whether the rank is at its next step, or through.
+        self.states: dict[int, queue.SimpleQueue[bool]] = {rank: queue.SimpleQueue() for rank in THREE}
+
+    def run(self, task: Callable[[int], object], order: list[int]) -> dict[int, Any]:
+        """What the task of each rank returns or raises."""
+        found: dict[int, Any] = {}
+
+        def do(rank: int) -> None:
+            try:
+                found[rank] = task(rank)
+            except dg.RankError as error:
+                found[rank] = error
+            self.states[rank].put(False)
+
+        threads = [threading.Thread(target=do, args=(rank,)) for rank in THREE]
+        for thread in threads:
+            thread.start()
+        going = {rank for rank in THREE if self.states[rank].get()}
+        for rank in itertools.chain(order, itertools.cycle(THREE)):
+            if not going:
+                break
+            if rank in going:
+                self.turns[rank].release()
+                going -= set() if self.states[rank].get() else {rank}
+        for thread in threads:
+            thread.join()
+        return found
+
+
+class StepStore:
+    """The store of one rank."""
+
+    def __init__(self, steps: Steps, rank: int) -> None:
+        self._steps, self._rank, self._values = steps, rank, steps.values
+
+    def _step(self) -> None:
+        self._steps.states[self._rank].put(True)
+        self._steps.turns[self._rank].acquire()
+
+    def set(self, key: str, value: str) -> None:
+        self._step()
+        self._values[key] = value.encode()
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        if not self.check(keys):
+            raise RuntimeError("timeout")
+
+    def check(self, keys: list[str]) -> bool:
+        self._step()
+        return all(key in self._values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = []
+        for key in keys:  # one by one, as not every store has them all in one go
+            self._step()
+            found.append(self._values[key])
+        return found
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert expected == ""
+        self._step()
+        return self._values.setdefault(key, desired.encode())
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ranks_whose_time_is_over_while_others_come_all_have_the_vote_or_none_has() -> None:
+    @settings(max_examples=150)
+    @example([0] * 5 + [1] * 2 + [2] * 6 + [0, 0])  # the last one comes when the first one gives it up
+    @given(st.lists(st.sampled_from(THREE), max_size=40))
+    def check(order: list[int]) -> None:
+        steps = Steps()
+
+        def vote(rank: int) -> dg.Proposal:
+            ranks = dg.RankGroup(limit_s=1e-9)
+            ranks.rank, ranks.ranks = rank, THREE
+            ranks._store = StepStore(steps, rank)
+            return ranks.vote(dg.Proposal(True, 1 + rank))
+
+        found = steps.run(vote, order)
+        voted = [rank for rank in THREE if not isinstance(found[rank], dg.RankError)]
+        if voted:
+            assert [found[rank] for rank in THREE] == [dg.Proposal(True, 3)] * 3
+        else:
+            late = set.union(*(set(found[rank].ranks) for rank in THREE))
+            assert late < set(THREE)  # who was there first is late for nobody
+            assert all(found[rank].code == "rank-late" for rank in late)
+
+    check()
 
 
 # One process.

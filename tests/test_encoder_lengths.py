@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,7 +56,7 @@ def runner(request: pytest.FixtureRequest) -> Any:
         yield made
 
 
-@pytest.mark.parametrize("mirror", [None, list, tuple, torch.tensor])
+@pytest.mark.parametrize("mirror", [None, list, tuple, np.array, torch.tensor])
 @pytest.mark.parametrize(
     ("lengths", "code"), [([0, 0, 0], "graph"), ([4, 6, 2], "graph"), ([0, 6, 2], "encoder-lens-mixed")]
 )

@@ -222,7 +222,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         present = self.buffer_registry.presence(forward_batch)
         if present != graph.exposed and not idle:
             registry = self.buffer_registry
-            if missing := registry.missing_required(present):
+            if missing := registry.missing_required(present, graph.exposed):
                 return Decision("field-missing", fields=missing)
             if unexpected := registry.unexpected(present, graph.exposed):
                 return Decision("field-unexpected", fields=unexpected)

@@ -185,7 +185,7 @@ def why_not_uniform(forward_batch: Any) -> str | None:
         if known.device.type != "cpu":
             return "encoder-lens-unknown"
         known = known.tolist()
-    if not known or min(known) > 0 or max(known) <= 0:
+    if known is None or len(known) == 0 or min(known) > 0 or max(known) <= 0:
         return None
     return "encoder-lens-mixed"
 
