@@ -91,6 +91,7 @@ class BaseCudaGraphRunner(CapturingRunner):
 
         Raises:
             ReplayError: the runner is closed or paused.
+            SlotError: `wrong-shape`: encoded lengths on the host that are not those of the batch's requests.
         """
         self._check_running()
         return self._decide(forward_batch, *self._sizes(forward_batch))
@@ -198,7 +199,7 @@ class BaseCudaGraphRunner(CapturingRunner):
             decision = EAGER["variant-unknown"]
         elif isinstance(size, str):
             decision = EAGER[size]
-        elif size and self._why_eager is not None and (refusal := self._why_eager(forward_batch)) is not None:
+        elif size and self._why_eager is not None and (refusal := self._why_eager(forward_batch, bs)) is not None:
             decision = EAGER[refusal]
         else:
             decision = self._decide_for(forward_batch, size, variant)

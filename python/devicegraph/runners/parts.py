@@ -109,8 +109,9 @@ class RunnerParts(ABC):
         self.graphs: dict[ShapeKey, CapturedGraph] = {}
         #: Which of them takes a size and a variant, as found before; emptied with every change of `graphs`.
         self._routes: dict[tuple[int, str | None], CapturedGraph] = {}
-        #: What looks at a batch for a reason against a graph: the decision's code; None where nothing has to.
-        self._why_eager: Callable[[Any], str | None] | None = None
+        #: What looks at a batch of so many requests for a reason against a graph: the decision's code; None where
+        #: nothing has to.
+        self._why_eager: Callable[[Any, int], str | None] | None = None
         self._row_axes: dict[str, int] | None = None
         self._traces = 0
         #: Whether the engine prepares metadata on the static batch of a step.
