@@ -1077,6 +1077,17 @@ def test_a_batch_whose_size_is_not_known_is_refused() -> None:
             assert caught.value.code == "sizes-unknown"
 
 
+@pytest.mark.parametrize("given", [3, None, (3,), (3, 3, 3)], ids=str)
+def test_sizes_that_are_no_pair_are_refused_as_the_hook_gave_them(given: Any) -> None:
+    engine: Any = ToyEngine()
+    engine.sizes = lambda batch: given
+    with captured(engine) as runner, pytest.raises(dg.ReplayError) as caught:
+        runner.can_run(engine.batch([3]))
+    assert str(caught.value).startswith(
+        f"the engine's `sizes` gave `{given}`, no pair of numbers [sizes-unknown]\n\nhint: "
+    )
+
+
 def test_batches_may_be_mappings() -> None:
     engine = ToyEngine(max_bs=4)
     forward = engine.forward

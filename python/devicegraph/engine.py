@@ -131,7 +131,7 @@ class Hooks:
 
     Attributes:
         sizes: `sizes(batch) -> (requests, tokens)`; by default the batch's `batch_size` and the rows of its
-            `input_ids`, and nothing for an empty mapping.
+            `input_ids`, and nothing for an empty mapping. Anything but a pair is refused (`sizes-unknown`).
         make_batch: `make_batch(views, key) -> batch`, the static batch from the padded views of the slots by name; by
             default a `StaticBatch`. A slot that it leaves out, or sets to None, is not exposed to the graph.
         pre_replay: `pre_replay(batch)`, once a step and before anything is written, graph or eager; waits that the

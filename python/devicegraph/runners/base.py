@@ -20,6 +20,7 @@ from devicegraph.parallel import Proposal
 from devicegraph.runners.capture import ask_ranks
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
+from devicegraph.slots import shown
 from devicegraph.verifying import verify_capture
 
 if TYPE_CHECKING:
@@ -184,7 +185,15 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     def _sizes(self, forward_batch: Any) -> tuple[int, int]:
         """Requests and tokens of a live batch, as plain integers: they are keys."""
-        bs, num_tokens = self.hooks.sizes(forward_batch)
+        sizes = self.hooks.sizes(forward_batch)
+        try:
+            bs, num_tokens = sizes
+        except (TypeError, ValueError) as error:
+            raise ReplayError(
+                f"the engine's `sizes` gave `{shown(sizes)}`, no pair of numbers",
+                code="sizes-unknown",
+                hint="return the requests and the tokens of the batch",
+            ) from error
         if type(bs) is int is type(num_tokens) and bs >= 0 <= num_tokens:
             return bs, num_tokens
         return as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
