@@ -104,7 +104,8 @@ class ModelRunner(Protocol):
     """What a runner asks of an engine. `device`, `limits` and `forward` are needed; every other member is optional.
 
     The hooks that prepare metadata take the batch that the forward will see (the padded static batch under a graph, the
-    engine's own in an eager step) and the graph's key, None in an eager step. They run in this order, in capture
+    engine's own in an eager step) and the graph's key, None in an eager step; with a single bucket also the key of a
+    smaller size, which is run once to tell the rows of the output. They run in this order, in capture
     (before each warm-up's first use), on every replay and in every eager step:
 
     `prepare_metadata` -> `upgrade_metadata` -> [`prepare_in_graph` -> `forward`], the bracket being what is captured.

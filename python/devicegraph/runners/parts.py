@@ -209,10 +209,17 @@ class RunnerParts(ABC):
             return forward(batch) if key is None else arrived(forward(batch))
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
-        """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output."""
-        batch = self._idle_batch(self._make_graph_key(size, variant_label))
-        self._prepare_metadata(batch, None)
-        return self._run_forward(batch, None)
+        """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output.
+
+        With a key, as all batches that the engine has not made itself: without one it may look for what its own have.
+        """
+        key = self._make_graph_key(size, variant_label)
+        batch = self._idle_batch(key)
+        self._prepare_metadata(batch, key)
+        with batch_in_use(batch):
+            if self._prepare_in_graph is not None:
+                self._prepare_in_graph(batch, key)
+            return self.model_runner.forward(batch)
 
     def share_rows(self, size: int) -> int | None:
         """The rows of this rank's share of the tokens of a bucket; None where every rank has all of them."""
