@@ -17,7 +17,7 @@ from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner
 from devicegraph.runners.parts import check_choice
 from devicegraph.runners.tbo import TboCudaGraphRunnerPlugin
-from devicegraph.slots import fault
+from devicegraph.slots import fault, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         self.mode = mode
         self.num_tokens_per_bs = as_count("num_tokens_per_bs", num_tokens_per_bs)
         if not isinstance(tbo, TboCudaGraphRunnerPlugin | None):
-            raise ConfigError(f"tbo: {tbo!r} is no `TboCudaGraphRunnerPlugin`", code="wrong-type")
+            raise ConfigError(f"tbo: {shown(tbo)} is no `TboCudaGraphRunnerPlugin`", code="wrong-type")
         self.tbo = tbo
         super().__init__(
             model_runner,

@@ -22,6 +22,7 @@ from devicegraph.runners.profiling import profile_captures
 from devicegraph.runners.progress import show_progress
 from devicegraph.runners.ranges import mark_steps, nvtx_ranges
 from devicegraph.runners.shape_key import ShapeKey
+from devicegraph.slots import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class RunnerParts(ABC):
             *(("output_axes", axis, RowAxis) for axis in output_axes or ()),
         ):
             if not isinstance(value, kind) and (value is not None or name == "config"):
-                raise ConfigError(f"{name}: {value!r} is no `{kind.__name__}`", code="wrong-type")
+                raise ConfigError(f"{name}: {shown(value)} is no `{kind.__name__}`", code="wrong-type")
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
