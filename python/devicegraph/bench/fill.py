@@ -4,7 +4,7 @@ The same slots, batches and sizes for all ways, in one run:
 
 - `fill_from (EXECUTOR)`: the registry, by each executor that works here: checks, padding and copies;
 - `copy_ by field`: a copy for each slot and a call for each tail;
-- `bare grouped copy`: one `torch._foreach_copy_` of ready views for each device, padding included; no check, no look-up.
+- `bare grouped copy`: one `torch._foreach_copy_` of ready views for each device, with padding: no check, no look-up.
 
 Eight slots are decode's usual ones, `[3, T]` positions and lengths on the host among them, and adapter ids; more slots
 are more of their kind.
