@@ -96,13 +96,13 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for(runner: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "mirror", [[1], [1, 2, 0], [], torch.tensor(1), torch.tensor([[1, 2]]), torch.tensor([1])], ids=str
+    "mirror", [[1], [1, 2, 0], [], torch.tensor(1), torch.tensor([[1, 2]]), torch.tensor([1]), 2], ids=str
 )
 def test_a_mirror_of_other_requests_is_refused(runner: Any, mirror: Any) -> None:
     batch = runner.model_runner.encoded_batch([1, 2], on_host=mirror)
     for step in (runner.can_run, runner.run):
         with pytest.raises(
-            dg.SlotError, match=r"^slot `encoder_lens_cpu`: the batch has \[.*\] for 2 requests \[wrong-shape\]"
+            dg.SlotError, match=r"^slot `encoder_lens_cpu`: the batch has .* for 2 requests \[wrong-shape\]"
         ):
             step(batch)
 

@@ -185,7 +185,11 @@ def why_not_uniform(forward_batch: Any, requests: int) -> str | None:
     """
     lengths, on_host = read_fields(forward_batch, ("encoder_lens", "encoder_lens_cpu"))
     if on_host is not None:
-        given = list(on_host.shape) if hasattr(on_host, "shape") else [len(on_host)]
+        given: object = f"a `{type(on_host).__name__}`"
+        if hasattr(on_host, "shape"):
+            given = list(on_host.shape)
+        elif hasattr(on_host, "__len__"):
+            given = [len(on_host)]
         if given != [requests]:
             what = f"the batch has {given} for {requests} requests"
             raise fault("encoder_lens_cpu", "wrong-shape", what, expected=[requests], given=given)
