@@ -450,6 +450,15 @@ def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
     assert runner.run(engine.batch([3])).shape == (1, 32)
 
 
+def test_each_rank_replays_the_variant_of_its_own_batch_in_the_bucket_that_all_agreed_on() -> None:
+    engine = ToyEngine(max_bs=8)
+    engine.variants, engine.variant = ("a", "b"), lambda batch: "b" if batch.batch_size in (0, 3) else "a"
+    engine.vote = lambda proposal: dg.agree([proposal, dg.Proposal(True, 5)])
+    with captured(engine, bs=[4, 8]) as runner:
+        keys = [runner.can_run(engine.batch([4] * requests)).key for requests in (0, 1, 3)]
+    assert keys == [dg.ShapeKey(8, variant_label=label) for label in ("b", "a", "b")]
+
+
 def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
     ranks = Ranks([0], bs=[1, 4])
     (runner,) = ranks.runners
@@ -689,6 +698,42 @@ def test_a_pre_replay_hook_that_raises_prevents_the_step() -> None:
             runner.run(engine.batch([3, 5]))
         assert torch.equal(runner.buffer_registry.get_slot("seq_lens").buffer, before)
         assert runner.metrics().steps == 0
+
+
+class Shifting(ToyEngine):
+    """Its `pre_replay` sets fields of the batch; where told it fails, there or behind."""
+
+    fails: str | None = None
+
+    def pre_replay(self, batch: Any) -> None:
+        batch.positions = batch.positions - 1
+        batch.was_shifted = True
+        if self.fails == "pre_replay":
+            raise ValueError("pre_replay failed")
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        if self.fails == "prepare":
+            raise ValueError("prepare failed")
+
+
+@pytest.mark.parametrize("hook", ["pre_replay", "prepare"])
+@pytest.mark.parametrize(("step", "requests"), [("run", 3), ("replay", 3), ("run", 5)])
+def test_what_a_hook_before_a_step_did_to_a_batch_is_undone_where_the_step_fails(
+    hook: str, step: str, requests: int
+) -> None:
+    engine = Shifting(max_bs=8)
+    with captured(engine, bs=[4]) as runner:
+        batch = engine.batch([4] * requests)
+        given = vars(batch).copy()
+        engine.fails = hook
+        with pytest.raises(ValueError, match=f"{hook} failed"):
+            getattr(runner, step)(batch)
+        assert vars(batch).keys() == given.keys()
+        assert all(vars(batch)[name] is value for name, value in given.items())
+        engine.fails = None
+        again = getattr(runner, step)(batch).clone()
+        assert batch.was_shifted
+        assert torch.equal(again, runner.run(engine.batch([4] * requests)))
 
 
 @pytest.mark.parametrize("hook", ["prepare", "upgrade"])
@@ -1030,6 +1075,17 @@ def test_a_batch_whose_size_is_not_known_is_refused() -> None:
             with pytest.raises(dg.ReplayError) as caught:
                 runner.run(batch)
             assert caught.value.code == "sizes-unknown"
+
+
+@pytest.mark.parametrize("given", [3, None, (3,), (3, 3, 3)], ids=str)
+def test_sizes_that_are_no_pair_are_refused_as_the_hook_gave_them(given: Any) -> None:
+    engine: Any = ToyEngine()
+    engine.sizes = lambda batch: given
+    with captured(engine) as runner, pytest.raises(dg.ReplayError) as caught:
+        runner.can_run(engine.batch([3]))
+    assert str(caught.value).startswith(
+        f"the engine's `sizes` gave `{given}`, no pair of numbers [sizes-unknown]\n\nhint: "
+    )
 
 
 def test_batches_may_be_mappings() -> None:

@@ -270,6 +270,12 @@ def test_a_draft_of_fewer_layers_changes_no_token_and_one_of_all_is_always_right
     assert len(transformer.model.layers) == 2
 
 
+@pytest.mark.parametrize("layers", [-1, 0, 3])
+def test_layers_that_the_model_has_not_draft_nothing(transformer: Any, layers: int) -> None:
+    with pytest.raises(dg.ConfigError, match=rf"{layers} layers cannot draft, the model has 2 \[limit-invalid\]"):
+        engine_of(transformer, proposals=3, draft_layers=layers)
+
+
 def test_requests_that_draw_take_part_in_steps_that_verify_others(transformer: Any) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
     plain, guessing = engine_of(transformer), engine_of(transformer, proposals=3)

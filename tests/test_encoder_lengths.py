@@ -95,6 +95,18 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for(runner: Any) -> N
     assert runner.can_run(batch).code == "encoder-lens-unknown"
 
 
+@pytest.mark.parametrize(
+    "mirror", [[1], [1, 2, 0], [], torch.tensor(1), torch.tensor([[1, 2]]), torch.tensor([1]), 2], ids=str
+)
+def test_a_mirror_of_other_requests_is_refused(runner: Any, mirror: Any) -> None:
+    batch = runner.model_runner.encoded_batch([1, 2], on_host=mirror)
+    for step in (runner.can_run, runner.run):
+        with pytest.raises(
+            dg.SlotError, match=r"^slot `encoder_lens_cpu`: the batch has .* for 2 requests \[wrong-shape\]"
+        ):
+            step(batch)
+
+
 def test_a_batch_without_encoded_lengths_and_an_idle_one_are_uniform(runner: Any) -> None:
     batch = runner.model_runner.batch([3, 4])
     assert runner.can_run(batch)

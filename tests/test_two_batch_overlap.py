@@ -176,7 +176,7 @@ def test_halves_are_the_same_views_of_the_padded_batch_in_capture_and_on_every_r
 
 def test_metadata_is_prepared_for_the_whole_and_each_half_in_capture_and_on_every_replay() -> None:
     engine = Overlapping()
-    with runner_for(engine, [4]) as runner:
+    with runner_for(engine, [4], output_axes=[dg.RowAxis(0)]) as runner:
         runner.capture()
         key = dg.ShapeKey(4)
         three = [key, key._replace(stream_idx=0), key._replace(stream_idx=1)]

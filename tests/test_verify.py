@@ -433,8 +433,11 @@ def test_each_batch_goes_through_every_graph_that_has_room_and_what_has_none_is_
         assert report
         nothing = dg.verify(runner, [])
         assert not nothing
-        with pytest.raises(dg.ReplayError, match="0 graphs verified"):
+        with pytest.raises(dg.ReplayError, match=r"^decode: nothing verified: there is no batch\n"):
             nothing.check()
+        skipped = dg.verify(runner, [engine.batch([3] * 5)], state=state_of(engine))
+        assert str(skipped).split("\n")[0] == "decode: nothing verified: no graph takes a batch"
+        assert not skipped
 
 
 def test_variants_are_verified_by_batches_that_need_them() -> None:

@@ -83,7 +83,7 @@ class RankGroup:
         limit_s: as given.
 
     Raises:
-        BackendError: `ranks-not-started`: no process group, or one without this process.
+        BackendError: `ranks-not-started`: no process group, or one without this process, or a destroyed one.
         ConfigError: `limit-invalid`.
     """
 
@@ -100,7 +100,7 @@ class RankGroup:
         group = dist.group.WORLD if group is None else group
         self.limit_s = limit_s
         self.rank = dist.get_rank()
-        self.ranks = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
+        self.ranks = _ranks_of(group)
         if self.rank not in self.ranks:
             raise BackendError(f"rank {self.rank} is not in the process group", code="ranks-not-started")
         name = str(group.group_name)  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ class RankGroup:
         """
         if self._is_alone:
             return replace(proposal, graph=False)
-        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d} {proposal.phase}"
+        said = f"{bool(proposal.graph):d} {int(proposal.size)} {bool(proposal.failed):d} {proposal.phase}"
         words = self._exchange(_VOTE, said)
         if any(word.kind != _VOTE for word in words):
             words = self._exchange(_VOTE, said)
@@ -150,8 +150,9 @@ class RankGroup:
     def check_plan(self, *runners: BaseCudaGraphRunner) -> None:
         """Refuses ranks that would not capture and choose the same graphs; to be called before `capture()`.
 
-        What has to be the same: configuration, backend, limits, buckets, order and variants of each runner, the shapes,
-        dtypes and padding of its slots, and the version of this package.
+        What has to be the same: configuration, backend, limits, buckets, order and variants of each runner, over how
+        many ranks the tokens of a bucket are spread, the shapes, dtypes, axes, padding and origins of its slots, and
+        the version of this package. Which share of the tokens a rank takes is not compared.
 
         Raises:
             RankError: on every rank, `plans-differ`, with each thing that differs and the ranks that are not like most;
@@ -192,7 +193,8 @@ class RankGroup:
 
         Args:
             runners: see `BaseCudaGraphRunner.close`.
-            communicators: for `torch.distributed.destroy_process_group`, in this order.
+            communicators: for `torch.distributed.destroy_process_group`, in this order; one that is destroyed is passed
+                over.
         """
         self.leave()
         for runner in runners:
@@ -200,7 +202,7 @@ class RankGroup:
         for runner in runners:
             runner.adapter.empty_cache()
         for communicator in communicators:
-            if dist.is_initialized():
+            if dist.is_initialized() and (communicator is None or _ranks_of(communicator)):
                 dist.destroy_process_group(communicator)
 
     def __enter__(self) -> Self:
@@ -321,6 +323,14 @@ class RankGroup:
     def _say(self, number: int, word: _Word) -> None:
         with suppress(RuntimeError):  # a lost store has told the others already
             self._store.set(_key(number, self.rank), f"{word.kind}:{word.text}")
+
+
+def _ranks_of(group: object) -> tuple[int, ...]:
+    """The ranks of a process group; none where it is destroyed, or torch's mark for a group without this process."""
+    try:
+        return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
+    except KeyError:
+        return ()
 
 
 def _key(number: int, rank: int) -> str:

@@ -325,7 +325,7 @@ def _tensor_of(slot: GraphSlot, numbers: Sequence[HostValue], is_sequence: bool,
             raise fault(slot.name, "bad-value", what, hint=hint, expected=f"at least {rows}", given=len(numbers))
         # From memory that is not pinned the copy is staged before this returns: nothing is in flight when the list
         # goes.
-        return torch.tensor(numbers, dtype=slot.dtype).to(buffer.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=slot.dtype, device="cpu").to(buffer.device, non_blocking=True)
     shape = buffer.shape if slot.axis == "none" else (min(rows, buffer.shape[0]),)
     return torch.full(shape, numbers[0], dtype=slot.dtype, device=buffer.device)
 

@@ -210,5 +210,5 @@ def _ring(slots: Sequence[GraphSlot], kernel: FillKernel) -> HostRing | None:
         return None
     block_bytes = sum(-(-size // 16) * 16 for size in sizes)
     with torch.inference_mode(False):
-        memory = torch.empty(RING_BLOCKS * block_bytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(RING_BLOCKS * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return HostRing(memory, memory.data_ptr(), block_bytes=block_bytes, blocks=RING_BLOCKS, kernel=kernel)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from devicegraph.batches import read_fields, replaced, set_field, showing_proxies
 from devicegraph.errors import ConfigError
+from devicegraph.runners.wrapping import unheld
 from devicegraph.slots import GraphSlot, buffer_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class TboCudaGraphRunnerPlugin:
 
     def __init__(self) -> None:
         """A plugin for one runner."""
-        self._runner: BaseCudaGraphRunner | None = None
+        self._buffers: CudaGraphBufferRegistry | None = None
+        self._tokens_per_request = 1
         #: The views of both halves, by bucket and number of slots.
         self._views: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {}
 
@@ -53,7 +55,7 @@ class TboCudaGraphRunnerPlugin:
         Raises:
             ConfigError: `plugin-in-use` by another runner; `slot-not-splittable`. The runner's registry is as it was.
         """
-        if self._runner is not None:
+        if self._buffers is not None:
             raise ConfigError(
                 "tbo: the plugin belongs to another runner", code="plugin-in-use", hint="make one for each runner"
             )
@@ -64,8 +66,9 @@ class TboCudaGraphRunnerPlugin:
         for slot in registry.slots:
             if _counts_halves(slot) and not registry.has_slot(f"{CHILDREN}.{slot.name}"):
                 registry.register_slot(_of_both_halves(slot))
-        self._runner = runner
-        whole, in_graph = runner._prepare_metadata, runner._prepare_in_graph
+        self._buffers = registry
+        _, self._tokens_per_request = runner._padded_sizes(1, 1)
+        whole, in_graph = unheld(runner._prepare_metadata), runner._prepare_in_graph
 
         def prepare_metadata(batch: Any, key: ShapeKey | None) -> None:
             if key is not None:
@@ -92,7 +95,8 @@ class TboCudaGraphRunnerPlugin:
         Raises:
             SlotError: `field-not-settable`: the batch's class has no place for what a half, or the batch, shows.
         """
-        requests, tokens = self._half(key.size)
+        requests = key.size // 2
+        tokens = requests * self._tokens_per_request
         kept = (key.size, len(self._registry.slot_names))
         both = self._views.get(kept)
         if both is None:
@@ -112,14 +116,8 @@ class TboCudaGraphRunnerPlugin:
 
     @property
     def _registry(self) -> CudaGraphBufferRegistry:
-        assert self._runner is not None  # attached before anything is split
-        return self._runner.buffer_registry
-
-    def _half(self, size: int) -> tuple[int, int]:
-        """Requests and tokens of a half."""
-        assert self._runner is not None  # attached before anything is split
-        requests, tokens = self._runner._padded_sizes(size, size)
-        return requests // 2, tokens // 2
+        assert self._buffers is not None  # attached before anything is split
+        return self._buffers
 
     def _views_of(self, requests: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
         first: dict[str, Any] = {}

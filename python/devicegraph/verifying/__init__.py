@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from devicegraph.batches import read_fields, replaced, showing_proxies
+from devicegraph.errors import CaptureError, DeviceGraphError
 from devicegraph.verifying.proofs import Proofs, Step
 from devicegraph.verifying.report import SkippedBatch, VerifyReport
 
@@ -74,10 +75,12 @@ def verify(
         SlotError: `bad-state`, `bad-value` or `unknown-slot` for an argument; a batch with a field that does not fit.
     """
     runner._check_running()
+    pre_replay = runner.hooks.pre_replay
     proofs = Proofs(runner, state, poisons or {}, {**TOLERANCES, **(tolerances or {})})
     steps, skipped = [], []
     for number, batch in enumerate(batches):
-        runner._begin_step(batch)
+        if pre_replay is not None:
+            pre_replay(batch)
         decision = runner.can_run(batch)
         if decision.key is None:
             skipped.append(SkippedBatch(number, decision.code))
@@ -100,12 +103,25 @@ def verify_capture(runner: BaseCudaGraphRunner) -> VerifyReport:
 
     The rows of an idle batch are padding themselves, so that integers have one valid value only: what padded indices
     and lengths do to real rows shows on live batches only.
+
+    Raises:
+        CaptureError: `verify-failed`: the engine does not run eagerly on an idle batch.
     """
     if runner.hooks.verify_batches is not None:
         return verify(runner, runner.hooks.verify_batches())
     proofs = Proofs(runner, None, {}, dict(TOLERANCES))
     steps = [_idle_step(runner, number, key) for number, key in enumerate(runner.graphs)]
-    return proofs.run(steps, [])
+    try:
+        return proofs.run(steps, [])
+    except DeviceGraphError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{runner.phase}: the graphs cannot be verified on idle batches: {type(error).__name__}: {error}",
+            code="verify-failed",
+            hint="give the engine `verify_batches()`: live batches, which have what an eager step needs",
+            phase=runner.phase,
+        ) from error
 
 
 def _idle_step(runner: BaseCudaGraphRunner, number: int, key: ShapeKey) -> Step:
