@@ -49,7 +49,7 @@ class Batch:
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
         self.x, self.bias, self.total = (torch.zeros(size, WIDTH, device=model.device) for _ in range(3))
-        self.mask = torch.ones(size, size, device=model.device).tril()
+        self.mask = torch.ones(size, size, device="cpu").tril().to(model.device)
 
     def draw(self, seed: int) -> None:
         """Puts other values into the input."""
