@@ -164,6 +164,27 @@ def test_padding_and_copies_come_before_hooks_which_run_in_order_of_registration
     assert order == ["first", "last"]
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_hooks_run_after_every_fill_in_every_mode_of_gradients(mode: Any) -> None:
+    hooked = by_token("hooked", post_fill=lambda buffer, batch, context: buffer[: context.raw_bs].mul_(2))
+    registry = registry_of(hooked)
+    with mode():
+        for _ in range(2):
+            registry.fill_from({"hooked": torch.tensor([1, 2])}, **sizes(2, 4))
+            assert hooked.buffer.tolist()[:4] == [2, 4, 0, 0]
+
+
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+def test_a_source_that_requires_grad_gives_its_buffer_no_history(executor: Any) -> None:
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8, executor=executor)
+    slot = registry.register_slot(by_token("x", dtype=torch.float32))
+    source = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        registry.fill_from({"x": source}, **sizes(2, 4))
+        assert (slot.buffer.requires_grad, slot.buffer.grad_fn) == (False, None)
+        assert slot.buffer.tolist()[:4] == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("origin", ["source_fn", "value_fn"])
 def test_a_function_that_raises_leaves_every_buffer_as_it_was(origin: str) -> None:
     def broken(*arguments: object) -> torch.Tensor:
@@ -746,6 +767,27 @@ def test_buffers_that_memory_cannot_address_are_refused_and_smaller_ones_are_not
     slot = registry.register_slot(GraphSlot("ids", lambda bs, tokens: (tokens,), torch.int64))
     registry.fill_from({"ids": torch.arange(3)}, raw_bs=1, padded_bs=2**62, raw_num_tokens=3, padded_num_tokens=8)
     assert slot.buffer.tolist()[:3] == [0, 1, 2]
+
+
+def test_buckets_are_multiples_of_what_gives_every_slot_whole_rows_and_every_rank_its_tokens() -> None:
+    def shared(name: str, count: int, axis: Any = "tokens") -> GraphSlot:
+        return GraphSlot(
+            name,
+            lambda bs, tokens: ((bs if axis == "bs" else tokens) // count,),
+            torch.int64,
+            axis=axis,
+            slice_fn=lambda buffer, size: buffer[: size // count],
+        )
+
+    registry = registry_of(by_token("ids"), by_request("lens"), planes(), max_bs=12, max_num_tokens=24)
+    assert registry.alignment == (1, 1)
+    registry.register_slot(shared("quarters", 4))
+    assert registry.alignment == (1, 4)
+    registry.register_slot(shared("sixths", 6))
+    registry.register_slot(shared("pairs", 2, axis="bs"))
+    assert registry.alignment == (2, 12)
+    registry.token_alignment = 8
+    assert registry.alignment == (2, 24)
 
 
 def test_a_later_slot_moves_nothing() -> None:
