@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 
 import devicegraph as dg
 from devicegraph import native
-from devicegraph._core import FillKernel
+from devicegraph._core import FillKernel, FillNode
 from devicegraph.devices import get_device_adapter
 
 if TYPE_CHECKING:
@@ -297,6 +298,29 @@ def test_a_fill_inside_a_capture_is_recorded() -> None:
     slot.buffer.fill_(3)
     graph.replay()
     assert slot.buffer.tolist() == [7, 8, 0, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_fill_that_a_graphs_node_cannot_do_is_done_at_once_and_leaves_the_node_nothing(is_recorded: bool) -> None:
+    adapter = get_device_adapter("cpu")
+    slot = ids()
+    registry = registry_of(slot, executor="foreach")
+    node = mock.Mock(spec=FillNode)
+    graph, pool = adapter.graph(), dg.GraphMemoryPool(adapter)
+    for numbers in ([5, 6], [7, 8], [9, 9]):
+        node.clear.reset_mock()
+        batch = {"ids": torch.tensor(numbers)}
+        recording = (
+            adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local")
+            if is_recorded and numbers == [7, 8]
+            else contextlib.nullcontext()
+        )
+        with recording:
+            registry.fill_in(node, batch, **SIZES)
+        if is_recorded and numbers == [7, 8]:
+            graph.replay()
+        assert slot.buffer.tolist() == [*numbers, 0, 0, 0, 0, 0, 0]
+        node.clear.assert_called_once_with()
 
 
 class Doubling:

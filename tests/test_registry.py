@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import types
 from typing import Any, NamedTuple
 from unittest import mock
@@ -213,6 +214,15 @@ def test_a_hook_that_raises_leaves_all_slots_filled_and_the_next_fill_whole() ->
     is_broken[0] = False
     registry.fill_from({"ids": torch.tensor([3, 4])}, **sizes(2, 4))
     assert ids.buffer.tolist()[:2] == [3, 4]
+
+
+def test_functions_and_hooks_are_known_to_be_called() -> None:
+    for options, is_called in (
+        ({}, False),
+        ({"source_fn": lambda batch, context: None}, True),
+        ({"copy_from_fb": False, "post_fill": lambda buffer, batch, context: None}, True),
+    ):
+        assert registry_of(by_token("ids"), by_token("other", **options)).calls_functions is is_called
 
 
 # The idle step
@@ -467,10 +477,11 @@ def test_what_is_kept_for_a_size_is_not_found_by_what_equals_it() -> None:
     batch, bucket = {"ids": torch.arange(1)}, {"padded_bs": 1, "padded_num_tokens": 1}
     registry.fill_from(batch, **sizes(1, 1))
     registry.views(**bucket)
+    given = list(sizes(1, 1))
     for one in (True, 1.0, Stands(True), "1", None):
-        for name in sizes(1, 1):
-            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
-                registry.fill_from(batch, **{**sizes(1, 1), name: one})
+        for names in itertools.chain.from_iterable(itertools.combinations(given, count) for count in range(1, 5)):
+            with pytest.raises(SlotError, match=rf"^`{names[0]}`: .* is no size \[not-a-size\]"):
+                registry.fill_from(batch, **{**sizes(1, 1), **dict.fromkeys(names, one)})
         for name in bucket:
             with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
                 registry.views(**{**bucket, name: one})
@@ -688,13 +699,17 @@ def test_views_of_a_bucket_that_cannot_be_are_refused() -> None:
 
 def test_presence_tells_what_a_batch_brings() -> None:
     registry = registry_of(
-        by_token("ids", required=True), by_token("given", source_fn=lambda batch, context: None), by_request("lens")
+        by_token("ids", required=True),
+        by_token("given", source_fn=lambda batch, context: None),
+        by_request("lens"),
+        by_request("locs", required=True),
     )
-    both, one, none = {"ids": 1, "lens": 2}, types.SimpleNamespace(lens=2, ids=None), {}
-    masks = [registry.presence(batch) for batch in (both, one, none)]
-    assert masks == [0b11, 0b10, 0]
-    assert [registry.missing_required(mask) for mask in masks] == [(), ("ids",), ("ids",)]
-    assert registry.unexpected(masks[0], exposed_mask=masks[1]) == ("ids",)
+    all_of_them, some, none = {"ids": 1, "lens": 2, "locs": 3}, types.SimpleNamespace(lens=2, ids=None), {}
+    masks = [registry.presence(batch) for batch in (all_of_them, some, none)]
+    assert masks == [0b111, 0b010, 0]
+    assert [registry.missing_required(mask) for mask in masks] == [(), ("ids", "locs"), ("ids", "locs")]
+    assert registry.missing_required(0b011) == ("locs",)
+    assert registry.unexpected(masks[0], exposed_mask=masks[1]) == ("ids", "locs")
     assert registry.unexpected(masks[1], exposed_mask=masks[0]) == ()
 
 
