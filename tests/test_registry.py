@@ -176,10 +176,12 @@ def test_hooks_run_after_every_fill_in_every_mode_of_gradients(mode: Any) -> Non
 
 
 @pytest.mark.parametrize("executor", ["foreach", "native"])
-def test_a_source_that_requires_grad_gives_its_buffer_no_history(executor: Any) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_source_that_requires_grad_gives_its_buffer_no_history(dtype: torch.dtype, step: int, executor: Any) -> None:
     registry = CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8, executor=executor)
     slot = registry.register_slot(by_token("x", dtype=torch.float32))
-    source = torch.ones(2, requires_grad=True)
+    source = torch.ones(2 * step, requires_grad=True, dtype=dtype)[::step]
     for _ in range(3):
         registry.fill_from({"x": source}, **sizes(2, 4))
         assert (slot.buffer.requires_grad, slot.buffer.grad_fn) == (False, None)
