@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -876,10 +877,37 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
     assert torch.equal(runner.run(batch), eager(engine, batch))
     runner.close()
     runner.close()
-    for step in (runner.run, runner.replay, runner.can_run, lambda _: runner.capture(), lambda _: runner.resume()):
+    anew = (
+        lambda _: runner.capture(),
+        lambda _: runner.resume(),
+        lambda _: runner.pause(),
+        lambda _: runner.__enter__(),
+    )
+    for step in (runner.run, runner.replay, runner.can_run, *anew):
         with pytest.raises(dg.ReplayError) as caught:
             step(batch)
         assert caught.value.code == "closed"
+
+
+def test_a_pause_waits_for_the_work_in_flight() -> None:
+    with captured(ToyEngine(max_bs=4)) as runner:
+        with mock.patch.object(runner.adapter, "synchronize", wraps=runner.adapter.synchronize) as waits:
+            runner.pause()
+        assert waits.call_count == 1
+
+
+def test_static_buffers_can_be_filled_by_hand() -> None:
+    engine, proxies, seen = ToyEngine(max_bs=4), object(), []
+    with captured(engine) as runner:
+        slot = dg.GraphSlot("given", lambda bs, tokens: (bs,), torch.int64, axis="bs",
+                            source_fn=lambda batch, context: seen.append(context.pp_proxy_tensors))  # fmt: skip
+        runner.buffer_registry.register_slot(slot)
+        batch = engine.batch([3, 5, 2])
+        sizes = {"raw_bs": 3, "padded_bs": 4, "raw_num_tokens": 3, "padded_num_tokens": 4}
+        runner.populate_from_forward_batch(batch, **sizes, pp_proxy_tensors=proxies)
+        assert runner.buffer_registry.get_slot("seq_lens").buffer.tolist() == [3, 5, 2, 1]
+        assert torch.equal(runner.buffer_registry.get_slot("input_ids").buffer[:3], batch.input_ids)
+        assert seen == [proxies]
 
 
 def test_replay_of_a_batch_that_the_decision_was_not_made_for_is_refused_and_not_counted() -> None:
