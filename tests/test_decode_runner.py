@@ -426,6 +426,19 @@ def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_h
         assert ranks.proposals == [dg.Proposal(False, 0)]
 
 
+def test_an_idle_rank_joins_without_a_field_that_live_batches_need() -> None:
+    engine = ToyEngine(max_bs=4)
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    registry.register_slot(dg.GraphSlot("needed", lambda bs, tokens: (bs,), torch.int64, axis="bs", required=True))
+    engine.make_batch = lambda views, key: {**views, "batch_size": key.size}
+    engine.forward = lambda batch: batch["input_ids"] * 2 + batch["needed"]
+    engine.vote = lambda proposal: dg.Proposal(True, 3)
+    with captured(engine, bs=[4], registry=registry) as runner:
+        assert runner.can_run(vars(engine.batch([3, 3]))).code == "field-missing"
+        assert runner.can_run({}).key == dg.ShapeKey(4)
+        assert runner.run({}).shape == (0,)
+
+
 def test_ranks_stop_together_when_one_of_them_fails_at_a_bucket() -> None:
     proposals = []
 
