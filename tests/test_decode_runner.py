@@ -902,6 +902,38 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
         assert caught.value.code == "closed"
 
 
+def test_a_decision_for_a_graph_that_was_dropped_since_is_refused() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine, bs=[2, 4]) as runner:
+        batch = engine.batch([3, 5])
+        decision = runner.can_run(batch)
+        runner.drop_graph(decision.key)
+        for step in (runner.replay, runner.replay_prepare):
+            with pytest.raises(dg.ReplayError) as caught:
+                step(batch, decision)
+            assert caught.value.code == "bucket-dropped"
+        assert runner.can_run(batch).key == dg.ShapeKey(4)
+
+
+def test_functions_of_slots_get_what_the_stage_before_has_sent_in_every_step() -> None:
+    engine, seen = ToyEngine(max_bs=4), []
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    registry.register_slot(
+        dg.GraphSlot(
+            "given", lambda bs, tokens: (bs,), torch.int64, axis="bs",
+            source_fn=lambda batch, context: seen.append(context.pp_proxy_tensors),
+        )
+    )  # fmt: skip
+    batches = [engine.batch([3, 5]) for _ in range(2)]
+    for sent, batch in enumerate(batches):
+        batch.pp_proxy_tensors = {"sent": sent}
+    with captured(engine, bs=[4], registry=registry) as runner:
+        seen.clear()
+        for batch in batches:
+            runner.run(batch)
+    assert seen == [{"sent": 0}, {"sent": 1}]
+
+
 def test_a_pause_waits_for_the_work_in_flight() -> None:
     with captured(ToyEngine(max_bs=4)) as runner:
         with mock.patch.object(runner.adapter, "synchronize", wraps=runner.adapter.synchronize) as waits:
