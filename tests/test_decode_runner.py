@@ -1047,6 +1047,13 @@ def test_sizes_may_be_the_integers_of_other_libraries() -> None:
         with pytest.raises(dg.SlotError) as caught:
             runner.run(batch)
         assert caught.value.code == "not-a-size"
+        batch.batch_size, count = 2, torch.tensor(2)
+        runner.hooks.sizes = lambda batch: (batch.batch_size, count)
+        assert torch.equal(runner.run(batch), want)
+        count = 2.0
+        with pytest.raises(dg.SlotError) as caught:
+            runner.can_run(batch)
+        assert caught.value.code == "not-a-size"
 
 
 def test_a_batch_whose_size_is_not_known_is_refused() -> None:
