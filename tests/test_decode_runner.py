@@ -235,7 +235,7 @@ def test_every_decision_has_its_code() -> None:
         assert runner.can_run(engine.batch([3])).code == "disabled"
         batch = engine.batch([3, 4])
         assert torch.equal(runner.run(batch), eager(engine, batch))
-        assert runner.metrics().eager == {"disabled": 1}
+        assert (runner.metrics().eager, runner.metrics().recompiles) == ({"disabled": 1}, 0)
 
 
 def test_requests_of_unequal_length_are_not_taken_for_a_uniform_batch() -> None:
@@ -475,6 +475,17 @@ def test_a_vote_is_cast_once_in_a_step_and_once_for_each_captured_bucket() -> No
     decision = runner.can_run(engine.batch([3, 3]))
     runner.replay(engine.batch([3, 3]), decision)
     assert ranks.proposals == [dg.Proposal(True, 2)] * 2
+
+
+def test_a_rank_whose_batch_has_no_size_votes_for_no_graph_and_no_size() -> None:
+    ranks = Ranks([2], bs=[4])
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.proposals.clear()
+    batch = engine.batch([3, 3])
+    batch.batch_size = 1
+    assert runner.can_run(batch).code == "not-uniform"
+    assert ranks.proposals == [dg.Proposal(False, 0)]
 
 
 def test_ranks_with_the_same_batches_vote_on_captures_alone_where_they_say_so() -> None:
