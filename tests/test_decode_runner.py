@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -1282,7 +1283,45 @@ def test_sizes_to_capture_follow_configuration_and_limits() -> None:
     assert dg.get_batch_sizes_to_capture(engine, config=config(bs=[3], backend="tc_piecewise")) == ([3], [3])
     engine.limits = dg.Limits(max_bs=6, max_num_tokens=9)
     assert dg.get_batch_sizes_to_capture(engine, config=config(), num_tokens_per_bs=3) == ([1, 2, 3], [])
+    assert dg.get_batch_sizes_to_capture(engine, config=config(), num_tokens_per_bs=9) == ([1], [])
     assert isinstance(engine.batch([3]), Batch)
+
+
+@pytest.mark.parametrize(("streams", "count"), [(12, 3), (15, 3), (16, 4), (3, 1)])
+def test_no_more_buckets_are_captured_than_the_device_has_streams_for(
+    streams: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(dg.get_device_adapter("cpu")), "stream_limit", streams)
+    engine = Variants(max_bs=8)
+    engine.variants, engine.streams_per_graph = ("one", "other"), 2
+    sizes, _ = dg.get_batch_sizes_to_capture(engine, config=config(bs=[1, 2, 3, 4, 8]))
+    assert len(sizes) == count
+    assert max(sizes) == 8
+
+
+def test_a_bucket_is_a_multiple_of_what_gives_each_rank_its_tokens() -> None:
+    for tokens, unit in ((1, 4), (2, 2), (4, 1), (6, 2), (8, 1)):
+        engine = ToyEngine(max_bs=12, tokens_per_request=tokens)
+        registry = dg.build_decode_registry(
+            device="cpu", max_bs=12, max_num_token=12 * tokens, seq_len_fill_value=1, num_tokens_per_bs=tokens
+        )
+        registry.token_alignment = 4
+        runner = runner_for(engine, registry=registry, bs=[4, 12])
+        assert runner.bucket_unit == unit
+        registry.register_slot(
+            dg.GraphSlot(
+                "pairs", lambda bs, tokens: (bs // 2,), torch.int64, axis="bs",
+                slice_fn=lambda buffer, size: buffer[: size // 2],
+            )
+        )  # fmt: skip
+        halved = runner_for(engine, registry=registry, bs=[4, 12], tbo=dg.TboCudaGraphRunnerPlugin())
+        assert (halved.alignment, halved.bucket_unit) == ((4, 8), math.lcm(4, 2 * unit))
+
+
+def test_buffers_are_as_large_as_the_largest_bucket() -> None:
+    for largest in (1, 3):
+        registry = runner_for(ToyEngine(max_bs=4, tokens_per_request=2), bs=[1, largest]).buffer_registry
+        assert (registry.max_bs, registry.max_num_tokens) == (largest, 2 * largest)
 
 
 def test_an_engine_with_nothing_but_a_forward_and_a_batch_works() -> None:
