@@ -43,6 +43,22 @@ def test_the_default_buckets_go_up_to_the_engines_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "tokens", "code"),
+    [("meta", 64, "registry-device"), ("cpu", 31, "registry-too-small"), ("cpu", 32, None)],
+)
+def test_a_registry_has_to_be_on_the_engines_device_and_to_hold_the_largest_bucket(
+    device: str, tokens: int, code: str | None
+) -> None:
+    registry = dg.build_prefill_registry(device=device, max_bs=1, max_num_token=tokens)
+    if code is None:
+        assert runner_for(ToyPrefill(), registry=registry, bs=[32]).buffer_registry is registry
+        return
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(ToyPrefill(), registry=registry, bs=[32])
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
     "requests",
     [
         [(1, 0, 5)],
