@@ -132,6 +132,19 @@ def test_a_batch_whose_padding_more_than_doubles_its_work_runs_eagerly() -> None
         assert runner.can_run(engine.chunks([(1, 0, 1)])).code == "graph"
 
 
+def test_a_padding_factor_of_one_replays_batches_that_fill_a_bucket_and_no_others() -> None:
+    engine = ToyPrefill()
+    with captured(engine, bs=[1, 4], max_padding_factor=1) as runner:
+        codes = [runner.can_run(engine.chunks([(1, 0, tokens)])).code for tokens in (1, 2, 3, 4)]
+        assert codes == ["graph", "padding-too-large", "padding-too-large", "graph"]
+
+
+def test_buffers_are_as_large_as_the_largest_bucket() -> None:
+    for largest in (1, 8):
+        with runner_for(ToyPrefill(), bs=[1, largest]) as runner:
+            assert runner.buffer_registry.max_num_tokens == largest
+
+
 @pytest.mark.parametrize("factor", [0, 0.5, True, float("nan"), -1, "2", None, []])
 def test_a_padding_factor_below_one_is_refused(factor: Any) -> None:
     with pytest.raises(dg.ConfigError) as caught:
