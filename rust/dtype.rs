@@ -63,8 +63,8 @@ impl DType {
     /// The type of that name, which may be an alias (`long`) and may carry the prefix `torch.`.
     pub fn parse(spelling: &str) -> Option<Self> {
         let name = spelling.strip_prefix("torch.").unwrap_or(spelling);
-        let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name);
-        DTYPES.iter().find(|dtype| dtype.name == name).copied()
+        let named = |name| DTYPES.iter().find(|dtype| dtype.name == name).copied();
+        named(name).or_else(|| ALIASES.iter().find(|(alias, _)| *alias == name).and_then(|(_, name)| named(name)))
     }
 
     /// The name, without `torch.`.

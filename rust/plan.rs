@@ -10,7 +10,7 @@
 //! and then copied over by 3.
 
 use crate::dtype::DType;
-use crate::slot::{Region, Runs, SlotLayout};
+use crate::slot::{Dims, Region, Runs, SlotLayout};
 use crate::step::{LiveRows, Pad, Source, Work};
 
 /// The most contiguous runs that a region is split into for a group. A run costs a view of the source on every step, about
@@ -54,7 +54,7 @@ pub struct Head {
     /// The slot, by position.
     pub slot: usize,
     /// The shape of what is written, which is the source's.
-    pub shape: Vec<usize>,
+    pub shape: Dims,
     /// What is written, in elements of the slot: the source's elements, in order.
     pub runs: Runs,
 }

@@ -1,6 +1,8 @@
 //! What a static input buffer is, as plain values: its layout, its padding, and which of its rows are live.
 
 use std::ops::Range;
+
+use smallvec::{SmallVec, smallvec};
 use std::str::FromStr;
 
 use crate::dtype::DType;
@@ -120,22 +122,25 @@ pub(crate) fn count(shape: &[usize]) -> usize {
     shape.iter().fold(1, |count, size| count.saturating_mul(*size))
 }
 
+/// A number for each dimension, or for each of a few runs: nearly always few enough to need no memory of their own.
+pub type Dims = SmallVec<[usize; 4]>;
+
 /// A block of a buffer, in elements: where it starts, and its shape and strides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
     /// Elements before its first one.
     pub offset: usize,
     /// Its extent along each dimension.
-    pub shape: Vec<usize>,
+    pub shape: Dims,
     /// The elements from one index to the next along each dimension.
-    pub strides: Vec<usize>,
+    pub strides: Dims,
 }
 
 /// A region as contiguous runs of one length, in row-major order of the region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Runs {
     /// Where each run starts, in elements.
-    pub offsets: Vec<usize>,
+    pub offsets: Dims,
     /// Elements of each run.
     pub len: usize,
 }
@@ -164,7 +169,7 @@ impl Region {
     /// The runs that it is made of.
     pub fn runs(&self) -> Runs {
         let (outer, len) = self.block();
-        let mut offsets = vec![self.offset];
+        let mut offsets = smallvec![self.offset];
         for (size, stride) in self.shape[..outer].iter().zip(&self.strides) {
             offsets = offsets.iter().flat_map(|start| (0..*size).map(move |index| start + index * stride)).collect();
         }
@@ -184,9 +189,9 @@ pub struct SlotLayout {
     /// Its element type.
     pub dtype: DType,
     /// Its whole shape.
-    pub shape: Vec<usize>,
+    pub shape: Dims,
     /// Elements from one index to the next, along each dimension.
-    pub strides: Vec<usize>,
+    pub strides: Dims,
     /// The dimension that has the rows; of no meaning where the axis is none.
     pub dim: usize,
     /// Its rows at each size.

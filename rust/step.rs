@@ -4,11 +4,14 @@
 //! copied and which are padded. How that is carried out is another question, with two answers: grouped calls
 //! ([`crate::plan`]), or one table for a kernel ([`crate::table`]).
 
+use std::borrow::Cow;
 use std::ops::Range;
+
+use smallvec::smallvec;
 
 use crate::dtype::DType;
 use crate::error::SlotFault;
-use crate::slot::{Axis, Feed, PaddingPolicy, SlotLayout, SourceDevice};
+use crate::slot::{Axis, Dims, Feed, PaddingPolicy, SlotLayout, SourceDevice};
 
 /// The live sizes and the bucket, along both axes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,13 +65,13 @@ impl Sizes {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     /// Its element type, by torch's name.
-    pub dtype: String,
+    pub dtype: Cow<'static, str>,
     /// Its shape.
-    pub shape: Vec<usize>,
+    pub shape: Dims,
     /// Where it is, spelled in full.
-    pub device: String,
+    pub device: Cow<'static, str>,
     /// Elements from one index to the next, along each dimension.
-    pub strides: Vec<usize>,
+    pub strides: Dims,
 }
 
 impl Source {
@@ -84,13 +87,19 @@ impl Source {
     /// Whether its strides are those of row-major order without gaps, also along dimensions of one index: others cannot be
     /// viewed in another type.
     pub fn is_contiguous(&self) -> bool {
-        self.strides == row_major(&self.shape)
+        let mut step = 1_usize;
+        self.shape.len() == self.strides.len()
+            && self.shape.iter().zip(&self.strides).rev().all(|(size, stride)| {
+                let is_next = *stride == step;
+                step = step.saturating_mul(*size);
+                is_next
+            })
     }
 }
 
 /// The strides of row-major order without gaps.
-pub(crate) fn row_major(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1_usize; shape.len()];
+pub(crate) fn row_major(shape: &[usize]) -> Dims {
+    let mut strides: Dims = smallvec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
         strides[dim - 1] = strides[dim].saturating_mul(shape[dim]);
     }

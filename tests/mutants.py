@@ -105,18 +105,14 @@ class HookInTheCapture(Full):
 
 @breaks("warm_ups")
 class NoLastWait(Full):
-    def _warm_up(self, forward_fn: Any, post_warmup_hook: Any) -> Any:
-        for _ in range(self.WARMUPS):
-            self.adapter.synchronize()
-            self._barrier()
-            forward_fn()
-            post_warmup_hook()
+    def _end_warm_up(self) -> None:
+        self.adapter.empty_cache()
 
 
 @breaks("warm_ups")
 class SomethingBetween(Full):
-    def _warm_up(self, forward_fn: Any, post_warmup_hook: Any) -> Any:
-        super()._warm_up(forward_fn, post_warmup_hook)
+    def _end_warm_up(self) -> None:
+        super()._end_warm_up()
         self._barrier()
 
 

@@ -52,6 +52,17 @@ def test_each_benchmark_runs_and_writes_what_it_prints(
             assert all(value is None or isinstance(value, (str, int, float, dict)) for value in row.values())
 
 
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_takes_no_result_is_refused_before_anything_is_measured(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(fill, "measure", None)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "fill", "--device", "cpu", "--out", str(tmp_path / folder)])
+    assert f"`--out`: nothing can be written to `{tmp_path / folder}`: " in capsys.readouterr().err
+
+
 def test_a_ratio_is_the_median_of_the_rounds_ratios_between_its_quartiles() -> None:
     ratio = Spread.ratio([2.0, 9.0, 4.0, 8.0, 10.0], [1.0, 3.0, 1.0, 4.0, 2.0])
     assert (ratio.low, ratio.median, ratio.high) == (2.0, 3.0, 4.0)

@@ -66,6 +66,21 @@ def test_the_cases_that_a_gpu_is_held_to_hold_on_the_tape(case: Any) -> None:
     case(ADAPTER)
 
 
+def test_what_crosses_a_break_goes_with_its_graph_also_where_the_collector_is_off() -> None:
+    layers, of = Layers(), backend()
+    capture(of, "x", lambda: layers.forward(X))
+    crossing = [weakref.ref(step) for step in of.captured["x"].recording.breaks]
+    memory = of.graph_pool.handle
+    assert memory.live_bytes > 0
+    gc.disable()
+    try:
+        of.cleanup()
+        assert [reference() for reference in crossing] == [None, None]
+        assert memory.live_bytes == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("order", [(1, 4, 8), (8, 4, 1), (4, 8, 1)])
 def test_the_shared_output_is_as_large_as_the_largest_whatever_the_order(order: tuple[int, ...]) -> None:
     layers, of = Layers(), backend()

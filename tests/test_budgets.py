@@ -32,7 +32,7 @@ DEVICES = str(Path(dg.__file__).parent / "devices")
 CEILINGS = {
     "fill": (4, 3) if EXCHANGE is not None else (17, 56),
     "can_run": (14, 12),
-    "run": (26, 18) if EXCHANGE is not None else (40, 57),
+    "run": (26, 19) if EXCHANGE is not None else (40, 58),
 }
 #: Operators of a fill of eight slots that is left to calls: the planes of one source, and the grouped copy.
 FILL_OPERATORS = 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import devicegraph as dg
@@ -11,7 +14,12 @@ from devicegraph.devices.cpu import CpuDevice
 from engines import ToyEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from devicegraph.devices.tape_memory import TapeMemory
+
+
+INPUT = torch.ones(4)
 
 
 class Watched(CpuDevice):
@@ -20,24 +28,39 @@ class Watched(CpuDevice):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.events: list[str] = []
+        self.held: Callable[[], int] = int
 
     def empty_cache(self) -> None:
-        self.events.append("empty cache")
+        self.events.append(f"empty cache, {self.held()} held")
 
     def capture(self, *args: Any, **kwargs: Any) -> Any:
         self.events.append("capture")
         return super().capture(*args, **kwargs)
 
+    def capture_segments(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append("capture")
+        return super().capture_segments(*args, **kwargs)
 
-def test_the_cache_is_given_back_before_the_first_capture_and_after_the_last() -> None:
+
+@pytest.mark.parametrize("kind", [dg.FullCudaGraphBackend, dg.BreakableCudaGraphBackend])
+def test_what_warm_ups_left_in_the_cache_is_given_back_before_each_capture_and_after_the_last(kind: Any) -> None:
     adapter = Watched()
-    backend = dg.FullCudaGraphBackend(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter))
+    backend = kind(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter))
+    warmed: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(size: int) -> torch.Tensor:
+        output = INPUT[:size] * 2
+        warmed.append(weakref.ref(output))
+        return output
+
     with backend.capture_session():
         adapter.events.clear()
         for size in (4, 2, 1):
-            backend.capture_one(size, lambda size=size: torch.ones(size) * 2)
-        assert adapter.events == ["empty cache", "capture", "capture", "capture"]
-    assert adapter.events[4:] == ["empty cache"]
+            warmed.clear()
+            adapter.held = lambda: sum(reference() is not None for reference in warmed)
+            backend.capture_one(size, partial(forward, size))
+        assert adapter.events == ["empty cache, 0 held", "capture"] * 3
+    assert adapter.events[6:] == ["empty cache, 0 held"]
 
 
 def pool_and_memory() -> tuple[dg.GraphMemoryPool, TapeMemory]:

@@ -233,6 +233,15 @@ def test_all_problems_are_reported_at_once() -> None:
     assert error.issues[2].allowed == "one of `breakable`, `tc_piecewise` or `disabled`"
 
 
+@pytest.mark.parametrize("document", [{"decode": {"bs": [1]}}, {"prefill": None}, {"padding": False}], ids=str)
+def test_a_whole_mapping_in_the_place_of_a_phase_is_told_where_it_goes(document: dict[str, Any]) -> None:
+    with pytest.raises(dg.ConfigError) as caught:
+        dg.CudaGraphConfig(document)
+    (issue,) = caught.value.issues
+    assert issue.hint == "write it outside the phase; a mapping of phases goes to `CudaGraphConfig.from_dict`"
+    assert dg.CudaGraphConfig.from_dict(document)["decode"]
+
+
 def test_an_error_and_its_issues_survive_pickle_and_repr() -> None:
     with pytest.raises(ConfigError) as raised:
         CudaGraphConfig.from_json('{"decode": {"max_bs": {"a": [1, null, 1.5]}}, "padding": "no", "x": 1}')

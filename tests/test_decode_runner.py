@@ -194,6 +194,29 @@ def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
             assert torch.equal(runner.run(batch), eager(engine, batch))
 
 
+def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_step() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine) as runner:
+        for bs in (1, 1, 3, 3):
+            batch = engine.batch([3] * bs)
+            output = runner.run(batch)
+            assert torch.equal(output, eager(engine, batch))
+            output.unsqueeze_(0).requires_grad_()
+
+
+@pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_shapes_that_are_captured_one_by_one_are_all_cut_to_their_live_rows(order: tuple[int, ...], axes: Any) -> None:
+    engine = ToyEngine(max_bs=8)
+    with runner_for(engine, bs=[1, 4, 8], output_axes=axes) as runner, runner.backend.capture_session():
+        for captures, size in enumerate(order):
+            runner.capture_one_shape(size)
+            largest = max(order[: captures + 1])
+            for bs in range(1, largest + 1):
+                batch = engine.batch([3] * bs)
+                assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
 @pytest.mark.parametrize("hook", ["prepare", "in_graph"])
 def test_a_shape_that_fails_when_it_is_captured_again_has_no_graph_and_its_batches_take_the_next_larger_one(
     hook: str,
@@ -324,6 +347,21 @@ def test_an_optional_field_that_is_missing_is_padding_in_every_row() -> None:
         assert torch.equal(runner.run(batch), want)
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_else(backend: str) -> None:
+    class Circular(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            try:
+                raise ValueError("went wrong")
+            except ValueError as error:
+                raise error from error
+
+    with runner_for(Circular(), bs=[2], backend=backend) as runner:
+        with pytest.raises(dg.CaptureError, match="went wrong") as caught:
+            runner.capture()
+        assert caught.value.code == "forward-failed"
+
+
 # Idle ranks and votes.
 
 
@@ -402,6 +440,25 @@ def test_an_idle_rank_joins_the_others_graph_with_no_row_of_its_own() -> None:
     batch = runner.replay_prepare(engine.batch([]))
     assert batch.seq_lens.tolist() == [1] * 4
     assert batch.out_cache_loc.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
+def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
+    ranks = Ranks([0], bs=[1], output_axes=axes)
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.answer = dg.Proposal(True, 1)
+    assert runner.run(engine.batch([])).shape == (0, 32)
+    assert runner.run(engine.batch([3])).shape == (1, 32)
+
+
+def test_each_rank_replays_the_variant_of_its_own_batch_in_the_bucket_that_all_agreed_on() -> None:
+    engine = ToyEngine(max_bs=8)
+    engine.variants, engine.variant = ("a", "b"), lambda batch: "b" if batch.batch_size in (0, 3) else "a"
+    engine.vote = lambda proposal: dg.agree([proposal, dg.Proposal(True, 5)])
+    with captured(engine, bs=[4, 8]) as runner:
+        keys = [runner.can_run(engine.batch([4] * requests)).key for requests in (0, 1, 3)]
+    assert keys == [dg.ShapeKey(8, variant_label=label) for label in ("b", "a", "b")]
 
 
 def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_has_not_captured() -> None:
@@ -667,6 +724,42 @@ def test_a_pre_replay_hook_that_raises_prevents_the_step() -> None:
             runner.run(engine.batch([3, 5]))
         assert torch.equal(runner.buffer_registry.get_slot("seq_lens").buffer, before)
         assert runner.metrics().steps == 0
+
+
+class Shifting(ToyEngine):
+    """Its `pre_replay` sets fields of the batch; where told it fails, there or behind."""
+
+    fails: str | None = None
+
+    def pre_replay(self, batch: Any) -> None:
+        batch.positions = batch.positions - 1
+        batch.was_shifted = True
+        if self.fails == "pre_replay":
+            raise ValueError("pre_replay failed")
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        if self.fails == "prepare":
+            raise ValueError("prepare failed")
+
+
+@pytest.mark.parametrize("hook", ["pre_replay", "prepare"])
+@pytest.mark.parametrize(("step", "requests"), [("run", 3), ("replay", 3), ("run", 5)])
+def test_what_a_hook_before_a_step_did_to_a_batch_is_undone_where_the_step_fails(
+    hook: str, step: str, requests: int
+) -> None:
+    engine = Shifting(max_bs=8)
+    with captured(engine, bs=[4]) as runner:
+        batch = engine.batch([4] * requests)
+        given = vars(batch).copy()
+        engine.fails = hook
+        with pytest.raises(ValueError, match=f"{hook} failed"):
+            getattr(runner, step)(batch)
+        assert vars(batch).keys() == given.keys()
+        assert all(vars(batch)[name] is value for name, value in given.items())
+        engine.fails = None
+        again = getattr(runner, step)(batch).clone()
+        assert batch.was_shifted
+        assert torch.equal(again, runner.run(engine.batch([4] * requests)))
 
 
 @pytest.mark.parametrize("hook", ["prepare", "upgrade"])
@@ -1076,6 +1169,17 @@ def test_a_batch_whose_size_is_not_known_is_refused() -> None:
             assert caught.value.code == "sizes-unknown"
 
 
+@pytest.mark.parametrize("given", [3, None, (3,), (3, 3, 3)], ids=str)
+def test_sizes_that_are_no_pair_are_refused_as_the_hook_gave_them(given: Any) -> None:
+    engine: Any = ToyEngine()
+    engine.sizes = lambda batch: given
+    with captured(engine) as runner, pytest.raises(dg.ReplayError) as caught:
+        runner.can_run(engine.batch([3]))
+    assert str(caught.value).startswith(
+        f"the engine's `sizes` gave `{given}`, no pair of numbers [sizes-unknown]\n\nhint: "
+    )
+
+
 def test_batches_may_be_mappings() -> None:
     engine = ToyEngine(max_bs=4)
     forward = engine.forward
@@ -1169,7 +1273,8 @@ def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:
     gc.collect()
     before = len(TapeMemory.all())
     runner = captured(engine, graph_pool=dg.GraphMemoryPool(dg.get_device_adapter("cpu")))
-    output = weakref.ref(runner.run(engine.batch([3])))
+    runner.run(engine.batch([3]))
+    output = weakref.ref(runner.backend.captured[dg.ShapeKey(1)].output)
     buffer = weakref.ref(runner.buffer_registry.get_slot("input_ids").buffer)
     assert output() is not None
     assert buffer() is not None

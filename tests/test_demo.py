@@ -119,7 +119,23 @@ def test_steps_that_draft_and_verify_are_held_to_eager_too(tiny_checkpoint: Path
         assert phase.metrics.hit_rate == 1.0
         assert phase.checks.decided == phase.metrics.raw_rows * tokens > 0
     assert result.answers == run_demo(options(tiny_checkpoint, config=DISABLED, **few)).answers
-    assert "\nverify steps    " in command.describe(result)
+    # Of what a step verifies, each request keeps what was accepted and one token more; the first comes from its prompt.
+    found = result.speculation
+    assert found is not None
+    assert found.proposed == result.phases["draft"].checks.decided > found.accepted
+    assert found.tokens == sum(answer.tokens - 1 for answer in result.answers) - result.decode.tokens
+    shown = command.describe(result)
+    for title in (
+        "\nverify: decode, backend `full`\n",
+        "\ndraft: decode, backend `full`\n",
+        "\ndecode, backend `full`\n",
+    ):
+        assert shown.count(title) == 1
+    assert shown.count("tokens/s, eager ") == shown.count(" ms a step, eager ") == 2
+    assert f"\nproposals       {found.accepted} of {found.proposed} accepted (" in shown
+    assert f": {found.tokens} tokens, where steps of one token give {found.rows}\nspeed with them " in shown
+    machines = command.to_dict(result)["speculation"]
+    assert machines == {"proposed": found.proposed, "accepted": found.accepted, "rows": found.rows}
 
 
 COMPILES = pytest.mark.skipif(torch.__version__ < "2.11", reason="tc_piecewise is held to torch 2.11 and newer")
@@ -273,10 +289,23 @@ def test_other_bad_options_are_refused_with_a_way_out(tiny_checkpoint: Path, tmp
         assert refused("--device", "cuda", *model).code == "device-not-available"
     assert refused("--device", "cpu", *model, "--max-new-tokens", "500").code == "prompt-too-long"
     assert refused("--device", "cpu", *model, "--draft-layers", "2").code == "proposals-missing"
+    assert str(refused("--device", "cpu", *model, "--draft-layers", "4", "--proposals", "2")) == (
+        "draft_layers: 4 layers cannot draft, the model has 3 [limit-invalid]\n\n"
+        "hint: fewer than it has, or the draft costs what it saves"
+    )
     assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "none")).code == "prompts-unreadable"
     (tmp_path / "empty").write_text("\n")
     assert refused("--device", "cpu", *model, "--prompts", str(tmp_path / "empty")).code == "prompts-unreadable"
     assert refused("--device", "cpu", *model, "--config", '{"decode": {"backend": "fll"}}').code == "invalid-config"
+
+
+def test_a_draft_that_cannot_be_is_refused_before_the_weights_are_loaded(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    model = ("--device", "cpu", "--model", str(tiny_checkpoint), "--draft-layers", "9")
+    assert refused(*model).code == "proposals-missing"
+    assert refused(*model, "--proposals", "1").code == "limit-invalid"
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

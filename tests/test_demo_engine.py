@@ -26,7 +26,7 @@ from devicegraph.demo.attention import ChunkPlan, attend_chunks, attend_uniform 
 from devicegraph.demo.blocks import Cache  # noqa: E402
 from devicegraph.demo.engine import EAGER, Engine  # noqa: E402
 from devicegraph.demo.lookup import PromptLookup  # noqa: E402
-from devicegraph.demo.model import ATTENTION, fuse_norms, register_attention  # noqa: E402
+from devicegraph.demo.model import ATTENTION, Model, fuse_norms, register_attention  # noqa: E402
 from devicegraph.demo.sampling import Sampling, draw  # noqa: E402
 from devicegraph.demo.scheduler import Request, Scheduler  # noqa: E402
 
@@ -198,6 +198,16 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_with_the_room_there_is(
     assert caught.value.message == "a prompt of 10 tokens and 3 new ones take 13, a request has 12"
 
 
+def test_a_model_that_is_refused_is_as_it_was() -> None:
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9, state_size=4)
+    model = transformers.MambaForCausalLM(config)
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(dg.BackendError, match="it has no attention heads") as caught:
+        Model(model)
+    assert caught.value.code == "checkpoint-unusable"
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
 def test_norms_of_one_kernel_compute_what_those_of_transformers_do() -> None:
     config = transformers.Qwen3Config(
         hidden_size=16,
@@ -258,6 +268,12 @@ def test_a_draft_of_fewer_layers_changes_no_token_and_one_of_all_is_always_right
         assert engine.runners["draft"].metrics().hit_rate == 1.0
     engine.close()
     assert len(transformer.model.layers) == 2
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 3])
+def test_layers_that_the_model_has_not_draft_nothing(transformer: Any, layers: int) -> None:
+    with pytest.raises(dg.ConfigError, match=rf"{layers} layers cannot draft, the model has 2 \[limit-invalid\]"):
+        engine_of(transformer, proposals=3, draft_layers=layers)
 
 
 def test_requests_that_draw_take_part_in_steps_that_verify_others(transformer: Any) -> None:
@@ -346,7 +362,7 @@ def test_sampling_that_makes_no_sense_is_refused(options: dict[str, Any]) -> Non
 # Blocks and batches.
 
 
-class Model:
+class Echo:
     """In place of a model: writes what it is given where it is told to, and checks that a request reads that."""
 
     def __init__(self, cache: Cache) -> None:
@@ -379,7 +395,7 @@ def test_a_request_finds_its_own_tokens_in_its_blocks_and_all_blocks_come_back(
     sizes: list[tuple[int, int]], blocks: int, max_prefill_tokens: int, max_requests: int, proposals: int
 ) -> None:
     cache = Cache(layers=1, blocks=blocks, block_size=4, heads=1, width=1, dtype=torch.float32, device=CPU)
-    model = Model(cache)
+    model = Echo(cache)
     scheduler = Scheduler(
         cache,
         max_requests=max_requests,
@@ -448,7 +464,7 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
 
 
 def paged(lengths: list[int], heads: int, width: int, block_size: int) -> tuple[Cache, torch.Tensor, list[Any]]:
-    """A cache full of numbers, the block tables of requests, and what each of them has in order."""
+    """A cache, the block tables of requests, and what each of them has in order; all else is what nobody may use."""
     torch.manual_seed(len(lengths))
     wide = -(-max(lengths) // block_size)
     cache = Cache(
@@ -460,13 +476,14 @@ def paged(lengths: list[int], heads: int, width: int, block_size: int) -> tuple[
         dtype=torch.float32,
         device=CPU,
     )
-    cache.keys[0].normal_()
-    cache.values[0].normal_()
     tables = (torch.randperm(wide * len(lengths)) + 1).view(len(lengths), wide).int()
-    held = [
-        tuple(tensors[0][table].flatten(0, 1)[:length] for tensors in (cache.keys, cache.values))
-        for table, length in zip(tables, lengths, strict=True)
-    ]
+    held = []
+    for tensor in (cache.keys[0], cache.values[0]):
+        tensor.fill_(math.nan)
+    for table, length in zip(tables, lengths, strict=True):
+        held.append(tuple(torch.randn(2, length, heads, width)))
+        where = cache.locations(table[None], torch.arange(length)[None])[0]
+        cache.write(0, where, *(rows.transpose(0, 1) for rows in held[-1]))
     return cache, tables, held
 
 
@@ -494,7 +511,9 @@ def chunk_case() -> tuple[torch.Tensor, Cache, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", UNIFORM)
-def test_attention_of_equally_many_tokens_is_that_of_each_request(case: tuple[int, int, int, int, int]) -> None:
+def test_attention_of_equally_many_tokens_is_that_of_each_request_whatever_else_is_in_its_blocks(
+    case: tuple[int, int, int, int, int],
+) -> None:
     query, cache, tables, seq_lens, expected = uniform_case(*case)
     torch.testing.assert_close(attend_uniform(query, cache, 0, tables, seq_lens, 0.3), expected)
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
+import queue
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph import distributed
 from devicegraph.plans import as_text, differences, plan_of
 from engines import ToyEngine, config
 from rank_cases import IMPATIENT_S, STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).parent / "rank_cases.py"
 PAGE = (Path(__file__).parent.parent / "docs" / "ranks.md").read_text(encoding="utf-8")
@@ -95,14 +106,14 @@ the plan of ranks 2, 3 is not that of the others:
 - `decode.config.bs`: [1, 4] on rank 2; [1, 4, 8] on ranks 0, 1, 3
 - `decode.buckets`: [1, 4] on rank 2; [1, 4, 8] on ranks 0, 1, 3
 - `decode.order`: "ascending" on rank 3; "descending" on ranks 0, 1, 2
-- `decode.slots.input_ids`: int64 [4], FOREACH_COPY 0 on rank 2; int64 [8], FOREACH_COPY 0 on ranks 0, 1, 3
-- `decode.slots.positions`: int64 [4], ZERO 0 on rank 2; int64 [8], ZERO 0 on ranks 0, 1, 3
-- `decode.slots.out_cache_loc`: int64 [4], ZERO 0 on rank 2; int64 [8], ZERO 0 on ranks 0, 1, 3
-- `decode.slots.mrope_positions`: int64 [3, 4], ZERO 0 on rank 2; int64 [3, 8], ZERO 0 on ranks 0, 1, 3
-- `decode.slots.req_pool_indices`: int64 [4], ZERO 0 on rank 2; int64 [8], ZERO 0 on ranks 0, 1, 3
+- `decode.slots.input_ids`: int64 [4], axis tokens, FOREACH_COPY 0 on rank 2; int64 [8], axis tokens, FOREACH_COPY 0 on ranks 0, 1, 3
+- `decode.slots.positions`: int64 [4], axis tokens, ZERO 0 on rank 2; int64 [8], axis tokens, ZERO 0 on ranks 0, 1, 3
+- `decode.slots.out_cache_loc`: int64 [4], axis tokens, ZERO 0 on rank 2; int64 [8], axis tokens, ZERO 0 on ranks 0, 1, 3
+- `decode.slots.mrope_positions`: int64 [3, 4], axis tokens, ZERO 0 on rank 2; int64 [3, 8], axis tokens, ZERO 0 on ranks 0, 1, 3
+- `decode.slots.req_pool_indices`: int64 [4], axis bs, ZERO 0 on rank 2; int64 [8], axis bs, ZERO 0 on ranks 0, 1, 3
 - and 2 more [plans-differ]
 
-hint: start every rank with the same options and engine; graphs that differ would hang in a collective"""
+hint: start every rank with the same options and engine; graphs that differ would hang in a collective"""  # noqa: E501
 
 
 def test_the_page_shows_a_refusal_as_it_is() -> None:
@@ -185,6 +196,114 @@ def test_a_functional_collective_is_recorded_and_waited_for_on_replay(groups: di
         assert rank["result"] == [[0, 3, 6], [15, 18, 21]]
 
 
+# Ranks that come while they are given up.
+
+THREE = (0, 1, 2)
+
+
+class Steps:
+    """A store for ranks in threads, of which one at a time does one thing, in the order that a test wants."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.turns = {rank: threading.Semaphore(0) for rank in THREE}
+        #: Whether the rank is at its next step, or through.
+        self.states: dict[int, queue.SimpleQueue[bool]] = {rank: queue.SimpleQueue() for rank in THREE}
+
+    def run(self, task: Callable[[int], object], order: list[int]) -> dict[int, Any]:
+        """What the task of each rank returns or raises."""
+        found: dict[int, Any] = {}
+
+        def do(rank: int) -> None:
+            try:
+                found[rank] = task(rank)
+            except dg.RankError as error:
+                found[rank] = error
+            self.states[rank].put(False)
+
+        threads = [threading.Thread(target=do, args=(rank,)) for rank in THREE]
+        for thread in threads:
+            thread.start()
+        going = {rank for rank in THREE if self.states[rank].get()}
+        for rank in itertools.chain(order, itertools.cycle(THREE)):
+            if not going:
+                break
+            if rank in going:
+                self.turns[rank].release()
+                going -= set() if self.states[rank].get() else {rank}
+        for thread in threads:
+            thread.join()
+        return found
+
+
+class StepStore:
+    """The store of one rank."""
+
+    def __init__(self, steps: Steps, rank: int) -> None:
+        self._steps, self._rank, self._values = steps, rank, steps.values
+
+    def _step(self) -> None:
+        self._steps.states[self._rank].put(True)
+        self._steps.turns[self._rank].acquire()
+
+    def set(self, key: str, value: str) -> None:
+        self._step()
+        self._values[key] = value.encode()
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        if not self.check(keys):
+            raise RuntimeError("timeout")
+
+    def check(self, keys: list[str]) -> bool:
+        self._step()
+        return all(key in self._values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = []
+        for key in keys:  # one by one, as not every store has them all in one go
+            self._step()
+            found.append(self._values[key])
+        return found
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert expected == ""
+        self._step()
+        return self._values.setdefault(key, desired.encode())
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ranks_whose_time_is_over_while_others_come_all_have_the_vote_or_none_has() -> None:
+    @settings(max_examples=150)
+    @example([0] * 5 + [1] * 2 + [2] * 6 + [0, 0])  # the last one comes when the first one gives it up
+    @given(st.lists(st.sampled_from(THREE), max_size=40))
+    def check(order: list[int]) -> None:
+        steps = Steps()
+
+        def vote(rank: int) -> dg.Proposal:
+            ranks = dg.RankGroup(limit_s=1e-9)
+            ranks.rank, ranks.ranks = rank, THREE
+            ranks._store = StepStore(steps, rank)
+            return ranks.vote(dg.Proposal(True, 1 + rank))
+
+        found = steps.run(vote, order)
+        voted = [rank for rank in THREE if not isinstance(found[rank], dg.RankError)]
+        if voted:
+            assert [found[rank] for rank in THREE] == [dg.Proposal(True, 3)] * 3
+        else:
+            late = set.union(*(set(found[rank].ranks) for rank in THREE))
+            assert late < set(THREE)  # who was there first is late for nobody
+            assert all(found[rank].code == "rank-late" for rank in late)
+
+    check()
+
+
 # One process.
 
 
@@ -207,6 +326,42 @@ def test_ranks_want_a_process_group_and_a_time_limit() -> None:
         assert ranks.vote(dg.Proposal(True, 3)) == dg.Proposal(False, 3)
         ranks.barrier()
         ranks.check_plan()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_closing_again_destroys_what_is_left_and_a_destroyed_group_starts_no_ranks() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy = dist.destroy_process_group
+    try:
+        first, second = dist.new_group([0]), dist.new_group([0])
+        ranks = dg.RankGroup(first)
+        stuck = lambda group: destroy(group) if group is first else _raise(RuntimeError("stuck"))  # noqa: E731
+        with mock.patch.object(dist, "destroy_process_group", stuck), pytest.raises(RuntimeError, match="stuck"):
+            ranks.close(communicators=[first, second])
+        for _ in range(2):
+            ranks.close(communicators=[first, second])
+        for destroyed in (first, second):
+            with pytest.raises(dg.BackendError, match=r"rank 0 is not in the process group \[ranks-not-started\]"):
+                dg.RankGroup(destroyed)
+        assert dg.RankGroup().ranks == (0,)
+        for _ in range(2):
+            ranks.close(communicators=[None])
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            destroy()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("size", [True, np.int64(1), torch.tensor(1)], ids=repr)
+def test_a_vote_takes_what_stands_for_a_size(size: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dg.RankGroup().vote(dg.Proposal(True, size)) == dg.Proposal(True, 1)
     finally:
         dist.destroy_process_group()
 
@@ -296,3 +451,46 @@ def test_a_plan_holds_what_graphs_depend_on() -> None:
         "decode.slots.seq_lens_cpu": (0,),
     }
     assert differing(usual, as_text(plan_of([])))["decode.backend"] == (1,)
+
+
+def test_a_plan_holds_where_rows_come_from_and_over_how_many_ranks_they_are_spread() -> None:
+    def text(registry: dg.CudaGraphBufferRegistry) -> str:
+        return as_text(plan_of([dg.DecodeCudaGraphRunner(ToyEngine(), config=config(bs=[4, 8]), registry=registry)]))
+
+    def differing(*plans: str) -> list[str]:
+        return [str(found) for found in differences(dict(enumerate(plans)))]
+
+    def counting(ranks: int, rank: int = 0) -> str:
+        return text(
+            dg.build_decode_registry(
+                device="cpu",
+                max_bs=8,
+                max_num_token=8,
+                seq_len_fill_value=1,
+                enable_num_token_non_padded=True,
+                require_gathered_buffer=ranks > 1,
+                attn_tp_size=ranks,
+                attn_tp_rank=rank,
+            )
+        )
+
+    def with_slot(**options: Any) -> str:
+        registry = dg.CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8)
+        registry.register_slot(dg.GraphSlot("x", lambda bs, tokens: (8,), torch.int64, **options))
+        return text(registry)
+
+    assert counting(4) == counting(4, rank=3)
+    assert differing(counting(4), counting(2)) == ["`decode.token_alignment`: 2 on rank 1; 4 on rank 0"]
+    assert "`decode.token_alignment`: 1 on rank 1; 2 on rank 0" in differing(counting(2), counting(1))
+    plain = with_slot()
+    for options, said in (
+        ({"axis": "bs"}, "axis bs, KEEP_PAD 0"),
+        ({"required": True}, "axis tokens, KEEP_PAD 0, required"),
+        ({"value_fn": lambda context: 1}, "axis tokens, KEEP_PAD 0, by `value_fn`"),
+        ({"source_fn": lambda batch, context: None}, "axis tokens, KEEP_PAD 0, by `source_fn`"),
+        ({"copy_from_fb": False}, "axis tokens, KEEP_PAD 0, not copied"),
+    ):
+        (found,) = differing(plain, plain, with_slot(**options))
+        assert (
+            found == f"`decode.slots.x`: int64 [8], {said} on rank 2; int64 [8], axis tokens, KEEP_PAD 0 on ranks 0, 1"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,7 +56,7 @@ def runner(request: pytest.FixtureRequest) -> Any:
         yield made
 
 
-@pytest.mark.parametrize("mirror", [None, list, tuple, torch.tensor])
+@pytest.mark.parametrize("mirror", [None, list, tuple, np.array, torch.tensor])
 @pytest.mark.parametrize(
     ("lengths", "code"),
     [
@@ -99,6 +100,18 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for(runner: Any) -> N
     assert runner.can_run(batch)
     batch.encoder_lens_cpu = torch.empty(2, dtype=torch.int32, device="meta")
     assert runner.can_run(batch).code == "encoder-lens-unknown"
+
+
+@pytest.mark.parametrize(
+    "mirror", [[1], [1, 2, 0], [], torch.tensor(1), torch.tensor([[1, 2]]), torch.tensor([1]), 2], ids=str
+)
+def test_a_mirror_of_other_requests_is_refused(runner: Any, mirror: Any) -> None:
+    batch = runner.model_runner.encoded_batch([1, 2], on_host=mirror)
+    for step in (runner.can_run, runner.run):
+        with pytest.raises(
+            dg.SlotError, match=r"^slot `encoder_lens_cpu`: the batch has .* for 2 requests \[wrong-shape\]"
+        ):
+            step(batch)
 
 
 def test_a_batch_without_encoded_lengths_and_an_idle_one_are_uniform(runner: Any) -> None:

@@ -47,6 +47,7 @@ SETUPS = [
     Setup("prefill", "breakable"),
     Setup("prefill", "tc_piecewise"),
     Setup("decode", "full", "xpu"),
+    Setup("decode", "breakable", "xpu"),
 ]
 
 

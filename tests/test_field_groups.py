@@ -177,6 +177,19 @@ def test_every_fill_equals_the_rule_of_each_group(is_gathered: bool, executor: A
     check()
 
 
+@pytest.mark.parametrize("counts", [{}, {"register_global_num_tokens": True}, {"enable_num_token_non_padded": True}])
+def test_a_gathered_buffer_makes_buckets_of_equal_shares_whatever_is_counted(counts: dict[str, Any]) -> None:
+    for phase in ("decode", "prefill", "eager"):
+        assert build(phase, attn_tp_size=4, require_gathered_buffer=True, **counts).alignment == (1, 4)
+        assert build(phase, attn_tp_size=4, **counts).alignment == (1, 1)
+    engine = SimpleNamespace(device="cpu", limits=dg.Limits(B, T), forward=lambda batch: batch.input_ids)
+    registry = build("decode", attn_tp_size=4, require_gathered_buffer=True, **counts)
+    config = dg.CudaGraphConfig(decode={"bs": [1, 2, 4]})
+    assert list(dg.DecodeCudaGraphRunner(engine, config=config, registry=registry).buckets) == [4]
+    spec = dg.DecodeCudaGraphRunner(engine, config=config, registry=registry, num_tokens_per_bs=TOKENS)
+    assert list(spec.buckets) == [2, 4]
+
+
 def test_a_count_on_the_host_is_written_by_the_fill_itself() -> None:
     """A number costs no operator; a count that only the device knows is computed there."""
     registry = build("decode", enable_num_token_non_padded=True, require_gathered_buffer=True, executor="native")
@@ -257,7 +270,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "hint: take a multiple of `attn_tp_size`": ({"attn_tp_size": 3, "pp_proxy": ROWS}, "decode prefill eager"),
     "`max_num_token`: 8 tokens are no equal shares for 5 ranks [bucket-not-divisible]\n\n"
     "hint: take a multiple of `attn_tp_size`": (
-        {"attn_tp_size": 5, "require_gathered_buffer": True, "enable_num_token_non_padded": True},
+        {"attn_tp_size": 5, "require_gathered_buffer": True},
         "decode prefill eager",
     ),
     "`max_num_token`: 8 tokens are no 3 for each of 4 requests [bad-option]\n\n"

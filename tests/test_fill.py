@@ -274,6 +274,22 @@ def test_contiguous_data_with_stray_strides_is_copied_right() -> None:
     assert slot.buffer[:5, 0].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+@pytest.mark.parametrize("name", ["ids", "mask", "pages"])
+def test_one_row_of_other_strides_is_filled_after_one_without(name: str, executor: str) -> None:
+    pages = GraphSlot("pages", lambda bs, tokens: (tokens, 4), torch.int32)
+    registry = registry_of(by_token("ids"), by_token("mask", torch.int32), pages, executor=executor)
+    batch = {"ids": torch.ones(1).long(), "mask": torch.ones(1).int(), "pages": torch.ones(1, 4).int()}
+    with torch.no_grad():
+        for _ in range(2):
+            registry.fill_from(batch, **sizes(1, 2))
+        column = torch.arange(10).view(1, 10)[:, 3]
+        odd = {"ids": column, "mask": column.int(), "pages": torch.arange(20).int().view(4, 5)[1:2, 1:]}[name]
+        for _ in range(2):
+            registry.fill_from({**batch, name: odd}, **sizes(1, 2))
+            assert torch.equal(registry.get_slot(name).buffer[:1], odd)
+
+
 def test_a_buffer_without_dimensions_takes_a_source_without_dimensions() -> None:
     count = GraphSlot("count", lambda bs, tokens: (), torch.int32, axis="none")
     registry = registry_of(count, by_token("ids"))
@@ -515,8 +531,16 @@ def test_a_grouped_copy_into_what_cannot_be_written_copies_nothing() -> None:
         (torch.zeros(3, requires_grad=True), "bound-grad"),
         (freed, "not-a-tensor"),
         (torch._neg_view(torch.zeros(3)), "not-a-tensor"),
+        (torch.nn.Parameter(torch.zeros(4))[:3].double(), None),
+        (torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))[:3], "bound-grad"),
+        (torch.zeros(3, dtype=torch.bits8), "unsupported-dtype"),
+        (torch.zeros(3, dtype=torch.float8_e5m2), None),
     ):
         good = torch.zeros(3)
+        if code is None:
+            grouped_foreach_copy_([good, bad], [torch.ones(3), torch.ones(3)])
+            assert bad.float().tolist() == good.tolist() == [1, 1, 1]
+            continue
         with pytest.raises(SlotError) as caught:
             grouped_foreach_copy_([good, bad], [torch.ones(3), torch.ones(3)])
         assert (caught.value.code, good.tolist()) == (code, [0, 0, 0])

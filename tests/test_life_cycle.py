@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,3 +165,30 @@ def test_inputs_that_another_stream_writes_are_read_behind_the_event_that_pre_re
         batch.extras = {"ready": side.record_event(), "write": write}
     assert torch.equal(runner.run(batch), wanted)
     assert log == ["waited"]
+
+
+@pytest.mark.parametrize("option", ["none", "tbo", "nvtx", "profile"])
+def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = dg.get_device_adapter("cpu")
+    monkeypatch.setattr(type(adapter), "profiler_ranges", lambda adapter: (lambda name: None, lambda: None))
+    options: dict[str, Any] = {
+        "none": {},
+        "tbo": {"tbo": dg.TboCudaGraphRunnerPlugin()},
+        "nvtx": {"nvtx": True},
+        "profile": {"profile": tmp_path},
+    }[option]
+    engine = ToyEngine(max_bs=4)
+    runner = dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [2, 4]}), **options)
+    runner.capture()
+    runner.run(engine.batch([3, 4, 5]))
+    gc.collect()
+    gc.disable()
+    try:
+        runner.close()
+        gone = [weakref.ref(thing) for thing in (runner, runner.backend)]
+        del runner
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import devicegraph as dg
 from devicegraph.backends import split_ops
+from engines import ToyEngine
 from metadata_cases import CASES, ENGINES, INDUCTOR, SETUPS, STEPS, Setup, addresses, captured, planned, wrong_steps
 from metadata_model import FullMetadata, PlannedEngine, Requests
 
@@ -46,6 +47,45 @@ def test_the_cases_that_a_gpu_is_held_to_hold_on_the_tape(case: Any, setup: Setu
 def test_compiled_pieces_meet_the_metadata_of_every_step(setup: Setup, engine_class: Any) -> None:
     skip_if_too_old(setup)
     CASES[0]("cpu", setup, engine_class)
+
+
+class ReadsTheHost(ToyEngine):
+    """Prepares an eager step from what only its own batches have."""
+
+    def prepare_metadata(self, batch: Any, key: Any) -> None:
+        batch.offset = batch.offset_on_host if key is None else torch.zeros((), dtype=torch.int64)
+
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch) + batch.offset
+
+
+def test_a_batch_of_the_package_is_never_prepared_as_one_of_the_engine() -> None:
+    one = dg.DecodeCudaGraphRunner(ReadsTheHost(), config=dg.CudaGraphConfig(decode={"bs": [4]}))
+    two = dg.DecodeCudaGraphRunner(ReadsTheHost(), config=dg.CudaGraphConfig(decode={"bs": [2, 4]}))
+    with one, two:
+        assert two.estimate_capture().graphs == 2
+        for runner in (one, two):
+            runner.capture()
+            batch: Any = runner.model_runner.batch([3, 5, 2])
+            assert runner.run(batch).shape == (3, 32)
+
+
+def test_graphs_that_cannot_be_proved_on_idle_batches_are_refused_with_a_way_out() -> None:
+    config = dg.CudaGraphConfig(decode={"bs": [4]})
+    with dg.DecodeCudaGraphRunner(ReadsTheHost(), config=config, verify_on_capture=True) as runner:
+        with pytest.raises(dg.CaptureError) as caught:
+            runner.capture()
+        assert str(caught.value) == (
+            "decode: the graphs cannot be verified on idle batches: AttributeError: 'Batch' object has no attribute "
+            "'offset_on_host' [verify-failed]\n\nhint: give the engine `verify_batches()`: live batches, which have "
+            "what an eager step needs"
+        )
+        engine: Any = runner.model_runner
+        batch: Any = engine.batch([3, 5])
+        batch.offset_on_host = torch.zeros((), dtype=torch.int64)
+        engine.verify_batches = lambda: [batch]
+    with dg.DecodeCudaGraphRunner(engine, config=config, verify_on_capture=True) as runner:
+        assert len(runner.capture().captured) == 1
 
 
 @pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[4]], ids=str)

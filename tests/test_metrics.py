@@ -177,8 +177,13 @@ def test_runners_share_a_page_where_labels_tell_them_apart(metrics: dg.StepMetri
     assert info.value.code == "series-repeated"
 
 
-@pytest.mark.parametrize("name", ["", "1st", "a-b", "__name", "bucket", "é", "a\n"])
-def test_a_name_that_is_no_label_is_refused(name: str) -> None:
+def test_a_label_may_be_a_number_of_anybodys(metrics: dg.StepMetrics) -> None:
+    for rank in (3, "3"):
+        assert 'rank="3"} ' in metrics.to_prometheus({"rank": rank})
+
+
+@pytest.mark.parametrize("name", ["", "1st", "a-b", "__name", "bucket", "é", "a\n", 1, None])
+def test_a_name_that_is_no_label_is_refused(name: Any) -> None:
     with pytest.raises(dg.ConfigError) as info:
         dg.prometheus_text([], {name: "x"})
     assert info.value.code == "label-invalid"

@@ -351,6 +351,51 @@ def test_a_step_that_the_core_does_in_part_is_done_whole_every_time() -> None:
         assert scale.buffer.float().tolist()[:4] == [0.5, first, 0, 0]
 
 
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+def test_a_registry_whose_first_fills_are_recorded_pads_right_ever_after(executor: Any) -> None:
+    adapter = get_device_adapter("cpu")
+
+    def computed(value: int, **options: Any) -> dg.GraphSlot:
+        return dg.GraphSlot("n", lambda bs, tokens: (tokens,), torch.int32, value_fn=lambda context: value, **options)
+
+    slot = dg.GraphSlot(
+        "ids", lambda bs, tokens: (tokens,), torch.int64, padding_policy=dg.PaddingPolicy.FILL_SENTINEL, pad_value=7
+    )
+    counts = computed(5, padding_policy=dg.PaddingPolicy.FILL_SENTINEL, pad_value=9)
+    registry = registry_of(slot, counts, executor=executor)
+    batch = {"ids": torch.tensor([1, 2])}
+    pool, graphs = dg.GraphMemoryPool(adapter), []
+    for _ in range(2):
+        graphs.append(adapter.graph())
+        with adapter.capture(graphs[-1], pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+            registry.fill_from(batch, **SIZES)
+    other, x = adapter.graph(), torch.zeros(64, dtype=torch.int64)
+    with adapter.capture(other, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        held = [x + i for i in range(100, 140)]
+    for fill in (other.replay, lambda: registry.fill_from(batch, **SIZES), graphs[0].replay, graphs[1].replay):
+        for buffer in (slot.buffer, counts.buffer):
+            buffer.fill_(3)
+        fill()
+        if fill != other.replay:
+            assert slot.buffer.tolist() == [1, 2, 7, 7, 3, 3, 3, 3]
+            assert counts.buffer.tolist() == [5, 5, 9, 9, 3, 3, 3, 3]
+    assert len(held) == 40
+
+
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+def test_numbers_that_a_warm_up_has_made_are_known_to_the_capture(executor: Any) -> None:
+    adapter = get_device_adapter("cpu")
+    counts = dg.GraphSlot("n", lambda bs, tokens: (tokens,), torch.int32, value_fn=lambda context: [5, 6])
+    registry = registry_of(counts, executor=executor)
+    registry.fill_from({}, **SIZES)
+    graph, pool = adapter.graph(), dg.GraphMemoryPool(adapter)
+    with adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local"):
+        registry.fill_from({}, **SIZES)
+    counts.buffer.fill_(3)
+    graph.replay()
+    assert counts.buffer.tolist()[:2] == [5, 6]
+
+
 class Doubling:
     device = torch.device("cpu")
     limits = dg.Limits(max_bs=2, max_num_tokens=2)

@@ -164,17 +164,39 @@ def test_a_later_stage_prefills_with_its_share_of_the_tokens() -> None:
                 assert torch.equal(got, want)
 
 
-def test_a_stage_that_is_sent_nothing_leaves_the_slots_as_they_are() -> None:
+def test_a_stage_that_is_sent_nothing_replays_no_rows_of_the_step_before() -> None:
     last = LastStage(0)
     registry = last.registry()
     last.forward = lambda batch: batch.input_ids * 2  # type: ignore[assignment, method-assign, return-value]
     with runner_for(last, [4, 8], registry=registry) as runner:
         runner.capture()
+        sent, whole = padded_batch(3, 4, 1)
+        sent.pp_proxy_tensors = FirstStage(0).forward(whole)
+        assert runner.can_run(sent)
         buffers = registry.group("pp_proxy_tensors", padded_bs=32, padded_num_tokens=32)
         for buffer in buffers.values():
             buffer.fill_(7)
-        assert runner.run(padded_batch(3, 4, 1)[0]).shape == (3,)
+        batch = padded_batch(3, 4, 1)[0]
+        decision = runner.can_run(batch)
+        assert (decision.code, decision.fields) == ("field-missing", ("pp_proxy_tensors",))
+        assert torch.equal(runner.run(batch), batch.input_ids * 2)
         assert all((buffer == 7).all() for buffer in buffers.values())
+
+
+def test_a_graph_whose_batch_shows_no_proxies_takes_none() -> None:
+    last = LastStage(0)
+    last.make_batch = lambda views, key: SimpleNamespace(**views, batch_size=key.size, pp_proxy_tensors=None)  # type: ignore[attr-defined]
+    forward = last.forward
+    last.forward = lambda batch: FirstStage.forward(last, batch) if batch.pp_proxy_tensors is None else forward(batch)  # type: ignore[method-assign]
+    with runner_for(last, [4, 8], registry=last.registry()) as runner:
+        runner.capture()
+        batch, whole = padded_batch(4, 4, 1)
+        batch.pp_proxy_tensors = None
+        assert runner.can_run(batch)
+        batch.pp_proxy_tensors = FirstStage(0).forward(whole)
+        decision = runner.can_run(batch)
+        assert (decision.code, decision.fields) == ("field-unexpected", ("pp_proxy_tensors",))
+        assert torch.equal(runner.run(batch)["hidden"], forward(batch)["hidden"])
 
 
 def test_buckets_are_multiples_of_the_ranks_and_dropped_ones_are_listed() -> None:

@@ -14,6 +14,7 @@ import torch
 
 import devicegraph as dg
 from devicegraph import backends
+from devicegraph.devices import DeviceAdapter
 from devicegraph.testing import CLAUSES
 
 HERE = Path(__file__).parent
@@ -80,6 +81,40 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_its_cause() -> None:
     with pytest.raises(dg.BackendError, match="acme_missing") as caught:
         dg.get_device_adapter("hpu")
     assert caught.value.code == "plugin-failed"
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution whose classes do not do all that they have to."""
+    info = tmp_path / "acme_unfinished-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-unfinished\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[devicegraph.backends]\ncpu:acme = acme_unfinished:Backend\n"
+        "[devicegraph.devices]\nhpu = acme_unfinished:Device\n"
+    )
+    (tmp_path / "acme_unfinished.py").write_text(
+        "import devicegraph as dg\n"
+        "from devicegraph.devices import Availability, DeviceAdapter\n"
+        "class Device(DeviceAdapter):\n"
+        "    type = 'hpu'\n"
+        "    availability = classmethod(lambda cls: Availability(True))\n"
+        "class Backend(dg.BaseCudaGraphBackend):\n"
+        "    def replay(self, shape_key, static_forward_batch, **kwargs): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_plugin_that_lacks_methods_is_named_with_those_that_it_lacks() -> None:
+    for use, lacking in (
+        (lambda: dg.get_device_adapter("hpu"), DeviceAdapter.__abstractmethods__ - {"availability"}),
+        (lambda: backends.backend_class("cpu", "acme"), dg.BaseCudaGraphBackend.__abstractmethods__ - {"replay"}),
+    ):
+        with pytest.raises(dg.BackendError) as caught:
+            use()
+        assert caught.value.code == "plugin-failed"
+        assert caught.value.message.endswith(f"it lacks {', '.join(f'`{name}`' for name in sorted(lacking))}")
 
 
 def test_a_device_without_an_adapter_names_those_that_there_are() -> None:

@@ -144,6 +144,9 @@ def test_functions_and_hooks_get_the_batch_and_the_sizes() -> None:
     context = FillContext(1, 3, 2, 4, "from the stage before")
     assert seen[0] == (batch, context)
     assert seen[0][1].forward_batch is batch
+    for replaced in (seen[0][1]._replace(raw_bs=2), seen[1][2].__replace__(raw_bs=2)):
+        assert replaced == context._replace(raw_bs=2)
+        assert replaced.forward_batch is batch
     assert seen[1][0] is hooked.buffer
     assert seen[1][1:] == (batch, context)
 

@@ -298,7 +298,28 @@ def test_what_has_no_graphs_is_refused_all_at_once() -> None:
         "`paged|sdpa`, `paged|eager`; layers with a sliding window; a forward under `torch.compile`; processors of "
         "logits with values for each request"
     )
+    assert refused.value.hint == "let transformers run on its own graphs"
     assert vars(manager) == before
+
+
+def test_attention_that_has_no_graphs_can_be_had_with_others(model: Any) -> None:
+    manager = manager_of(model)
+    manager.warmup()
+    model.set_attn_implementation("sdpa")
+    try:
+        with pytest.raises(dg.BackendError) as refused:
+            enable(manager)
+    finally:
+        model.set_attn_implementation("paged|sdpa")
+    assert refused.value.hint == (
+        "load the model with attn_implementation=`paged|sdpa`, or let transformers run on its own graphs"
+    )
+
+
+def test_a_model_in_the_place_of_its_manager_is_not_printed_whole(model: Any) -> None:
+    with pytest.raises(dg.ConfigError) as refused:
+        enable(model)
+    assert len(refused.value.message) < 120
 
 
 def test_another_version_is_refused_by_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

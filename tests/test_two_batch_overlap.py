@@ -176,7 +176,7 @@ def test_halves_are_the_same_views_of_the_padded_batch_in_capture_and_on_every_r
 
 def test_metadata_is_prepared_for_the_whole_and_each_half_in_capture_and_on_every_replay() -> None:
     engine = Overlapping()
-    with runner_for(engine, [4]) as runner:
+    with runner_for(engine, [4], output_axes=[dg.RowAxis(0)]) as runner:
         runner.capture()
         key = dg.ShapeKey(4)
         three = [key, key._replace(stream_idx=0), key._replace(stream_idx=1)]
@@ -193,6 +193,16 @@ def test_metadata_is_prepared_for_the_whole_and_each_half_in_capture_and_on_ever
         engine.prepared.clear()
         runner.run(engine.batch([3] * 5))  # above the largest: eager, and whole
         assert engine.prepared == []
+
+
+def test_an_audit_prepares_the_halves_at_the_head_of_the_graph_as_a_capture_does() -> None:
+    engine = InGraph()
+    three = [dg.ShapeKey(4), dg.ShapeKey(4, stream_idx=0), dg.ShapeKey(4, stream_idx=1)]
+    engine.tables = {key: torch.zeros(rows, dtype=torch.int64) for key, rows in zip(three, (4, 2, 2), strict=True)}
+    with runner_for(engine, [4]) as runner:
+        report = runner.audit(constants=vars(engine))
+        assert report.ok, str(report)
+        assert engine.prepared == 2 * three
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -219,6 +229,64 @@ def test_counts_of_a_half_are_its_own(rank: int | None) -> None:
                     assert child.global_num_tokens_gpu.tolist() == [half] * 3
                     assert child.global_num_tokens_for_logprob_gpu.tolist() == [half] * 3
                 assert child.num_token_non_padded.tolist() == [sum(token < live for token in tokens)]
+
+
+class Count:
+    """The live requests, and those of either half, as a slot's `value_fn`."""
+
+    def __call__(self, context: dg.FillContext) -> int:
+        return context.raw_bs
+
+    def halves(self, context: dg.FillContext) -> list[int]:
+        middle = context.padded_bs // 2
+        return [min(context.raw_bs, middle), max(context.raw_bs - middle, 0)]
+
+
+def counted(name: str, shape: tuple[int, ...], value_fn: Any) -> dg.GraphSlot:
+    return dg.GraphSlot(name, lambda bs, tokens: shape, torch.int32, axis="none", value_fn=value_fn)
+
+
+def test_an_engines_own_counts_are_the_halves_in_any_form_and_rows_of_a_count_are_cut() -> None:
+    class Several(Count):
+        def halves(self, context: dg.FillContext) -> Any:
+            return range(6)
+
+    class Rows(Count):
+        def __call__(self, context: dg.FillContext) -> Any:
+            return range(context.padded_bs)
+
+    engine = Overlapping()
+    engine.registry.register_slot(counted("scalar", (), Count()))
+    engine.registry.register_slot(counted("several", (3,), Several()))
+    engine.registry.register_slot(
+        dg.GraphSlot("numbers", lambda bs, tokens: (bs,), torch.int32, axis="bs", value_fn=Rows())
+    )
+    with runner_for(engine, [4, 8]) as runner:
+        runner.capture()
+        for live, want in ((3, (2, 1)), (5, (4, 1)), (8, (4, 4))):
+            halves = runner.replay_prepare(engine.batch([3] * live)).tbo_children
+            assert [half.scalar.shape for half in halves] == [torch.Size([])] * 2
+            assert tuple(int(half.scalar) for half in halves) == want
+            assert [half.several.tolist() for half in halves] == [[0, 1, 2], [3, 4, 5]]
+            numbers = [row for half in halves for row in half.numbers.tolist()]
+            assert numbers[:live] == list(range(live))
+            assert len(numbers) == 2 * halves[0].batch_size
+
+
+def test_another_runner_on_a_registry_whose_counts_were_halved_keeps_its_own_buckets() -> None:
+    engine = Overlapping(require_gathered_buffer=True, enable_num_token_non_padded=True, attn_tp_size=2)
+    with runner_for(engine, [2, 4, 6], tbo=None) as plain:
+        plain.capture()
+        with runner_for(engine, [4, 8]) as splitting:
+            splitting.capture()
+            for _ in range(2):
+                for live in (1, 5):
+                    batch: Any = engine.batch([3] * live)
+                    want = eager(engine, SimpleNamespace(**vars(batch), lengths=batch.seq_lens))
+                    for runner in (plain, splitting):
+                        assert runner.can_run(batch)
+                        assert torch.equal(runner.run(batch), want)
+                plain.capture()
 
 
 def test_buckets_are_those_that_halve_evenly() -> None:
@@ -275,11 +343,16 @@ def slot(name: str, **options: Any) -> dg.GraphSlot:
 def test_a_slot_whose_halves_would_say_something_wrong_is_refused_and_nothing_changed() -> None:
     cumulative = Overlapping()
     cumulative.registry.register_slot(slot("cu_seqlens", slice_fn=lambda buffer, size: buffer[: size + 1]))
-    counted = Overlapping(register_global_num_tokens=True, enable_num_token_non_padded=True)
+    total = Overlapping(register_global_num_tokens=True, enable_num_token_non_padded=True)
     shared = Overlapping(attn_tp_size=2, pp_proxy={"hidden": (3,)})
+    taken = Overlapping()
+    taken.registry.register_slot(counted("number", (1,), Count()))
+    taken.registry.register_slot(counted("last", (1,), Count()))
+    taken.registry.register_slot(counted("tbo_children.last", (2,), lambda context: 7))
     for engine, said in (
+        (taken, "`last` has its halves counted in `tbo_children.last`, which is another slot already"),
         (cumulative, "`cu_seqlens` has other rows for both halves together than for each"),
-        (counted, "`global_num_tokens_gpu` counts tokens of the whole batch"),
+        (total, "`global_num_tokens_gpu` counts tokens of the whole batch"),
         (shared, "`pp_proxy_tensors.hidden` has a rank's share of the whole batch"),
     ):
         names = engine.registry.slot_names

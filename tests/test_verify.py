@@ -433,8 +433,11 @@ def test_each_batch_goes_through_every_graph_that_has_room_and_what_has_none_is_
         assert report
         nothing = dg.verify(runner, [])
         assert not nothing
-        with pytest.raises(dg.ReplayError, match="0 graphs verified"):
+        with pytest.raises(dg.ReplayError, match=r"^decode: nothing verified: there is no batch\n"):
             nothing.check()
+        skipped = dg.verify(runner, [engine.batch([3] * 5)], state=state_of(engine))
+        assert str(skipped).split("\n")[0] == "decode: nothing verified: no graph takes a batch"
+        assert not skipped
 
 
 def test_variants_are_verified_by_batches_that_need_them() -> None:
@@ -550,6 +553,60 @@ def test_graphs_are_verified_at_capture_on_idle_batches() -> None:
         want = engine.forward(batch)
         assert torch.equal(runner.run(batch), want)
         assert runner.metrics().steps == 1
+
+
+class LaterStage(ToyEngine):
+    """Goes on from what it is sent, and adds what fills compute."""
+
+    def __init__(self, *slots: dg.GraphSlot, **options: Any) -> None:
+        super().__init__(max_bs=8)
+        self.registry = dg.build_decode_registry(
+            device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1, **options
+        )
+        for slot in slots:
+            self.registry.register_slot(slot)
+        self.computed = [slot.name for slot in self.registry.slots if slot.axis == "none"]
+
+    def make_batch(self, views: dict[str, torch.Tensor], key: dg.ShapeKey) -> Any:
+        proxies = self.registry.group("pp_proxy_tensors", padded_bs=key.size, padded_num_tokens=key.size)
+        return SimpleNamespace(**views, batch_size=key.size, pp_proxy_tensors=proxies or None)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        proxies = batch.pp_proxy_tensors
+        rows = batch.positions[:, None] if proxies is None else proxies["hidden"] * 2
+        for name in self.computed:
+            rows = rows + getattr(batch, name)
+        return rows
+
+
+GATHERED = {"require_gathered_buffer": True, "attn_tp_size": 2, "attn_tp_rank": 1}
+COUNTED = {"enable_num_token_non_padded": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp_proxy": {"hidden": (3,)}},
+        {"pp_proxy": {"hidden": (3,)}, "attn_tp_size": 2},
+        COUNTED,
+        {**COUNTED, **GATHERED, "register_global_num_tokens": True},
+        {**COUNTED, **GATHERED, "pp_proxy": {"hidden": (3,)}},
+    ],
+)
+def test_idle_batches_prove_stages_that_are_sent_rows_and_counts_that_fills_compute(options: dict[str, Any]) -> None:
+    count = dg.GraphSlot(
+        "count", lambda bs, tokens: (1,), torch.int32, axis="none", value_fn=lambda context: context.raw_bs
+    )
+    with captured(LaterStage(count, **options), verify_on_capture=True, bs=[4, 8]) as runner:
+        assert list(runner.graphs) == [dg.ShapeKey(8), dg.ShapeKey(4)]
+
+
+def test_padded_rows_of_what_a_stage_is_sent_are_proven_at_capture() -> None:
+    stage = LaterStage(pp_proxy={"hidden": (3,)})
+    forward = stage.forward
+    stage.forward = lambda batch: forward(batch) + batch.pp_proxy_tensors["hidden"].sum()  # type: ignore[method-assign]
+    with pytest.raises(dg.CaptureError, match=r"padding leaks through `pp_proxy_tensors\.hidden`"):
+        captured(stage, verify_on_capture=True)
 
 
 def test_a_capture_that_does_not_pass_leaves_no_graph() -> None:

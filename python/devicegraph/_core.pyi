@@ -813,6 +813,22 @@ class FillKernel:
         Raises:
             BackendError: `cuda-driver`.
         """
+    def replace_memsets(self, *, graph: int) -> tuple[int, int]:
+        """Makes the memsets of a graph kernels that write the same bytes, between the same nodes.
+
+        The driver hands a memset over by itself on every launch, about a microsecond of host time each, and a graph of
+        kernels alone at once, however many they are. What stays: a memset of another device's memory, of more than 16
+        MiB, or tied to other nodes by anything but a full wait.
+
+        Args:
+            graph: the `cudaGraph_t`; executables that were made of it before keep theirs.
+
+        Returns:
+            How many memsets there were, and how many of them are left.
+
+        Raises:
+            BackendError: `cuda-driver`.
+        """
     def update_executable(self, *, executable: int, graph: int) -> bool:
         """Makes a graph's executable one of another graph of the same topology, for its next launch.
 

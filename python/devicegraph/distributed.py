@@ -36,6 +36,8 @@ _LOOK_AGAIN_S: Final = 0.05
 
 #: What ranks do together; they know by it when one of them does something else.
 _VOTE, _BARRIER, _PLAN, _LEFT = "vote", "barrier", "check of plans", "left"
+#: What the word of a rank begins with that is about to go on without others; and the verdict that they have come.
+_DOUBT, _GO = "?", "go"
 
 #: Differences in one message: buckets that differ make every slot differ.
 _SHOWN: Final = 8
@@ -81,7 +83,7 @@ class RankGroup:
         limit_s: as given.
 
     Raises:
-        BackendError: `ranks-not-started`: no process group, or one without this process.
+        BackendError: `ranks-not-started`: no process group, or one without this process, or a destroyed one.
         ConfigError: `limit-invalid`.
     """
 
@@ -98,7 +100,7 @@ class RankGroup:
         group = dist.group.WORLD if group is None else group
         self.limit_s = limit_s
         self.rank = dist.get_rank()
-        self.ranks = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
+        self.ranks = _ranks_of(group)
         if self.rank not in self.ranks:
             raise BackendError(f"rank {self.rank} is not in the process group", code="ranks-not-started")
         name = str(group.group_name)  # type: ignore[union-attr]
@@ -124,7 +126,7 @@ class RankGroup:
         """
         if self._is_alone:
             return replace(proposal, graph=False)
-        said = f"{bool(proposal.graph):d} {proposal.size} {bool(proposal.failed):d} {proposal.phase}"
+        said = f"{bool(proposal.graph):d} {int(proposal.size)} {bool(proposal.failed):d} {proposal.phase}"
         words = self._exchange(_VOTE, said)
         if any(word.kind != _VOTE for word in words):
             words = self._exchange(_VOTE, said)
@@ -148,8 +150,9 @@ class RankGroup:
     def check_plan(self, *runners: BaseCudaGraphRunner) -> None:
         """Refuses ranks that would not capture and choose the same graphs; to be called before `capture()`.
 
-        What has to be the same: configuration, backend, limits, buckets, order and variants of each runner, the shapes,
-        dtypes and padding of its slots, and the version of this package.
+        What has to be the same: configuration, backend, limits, buckets, order and variants of each runner, over how
+        many ranks the tokens of a bucket are spread, the shapes, dtypes, axes, padding and origins of its slots, and
+        the version of this package. Which share of the tokens a rank takes is not compared.
 
         Raises:
             RankError: on every rank, `plans-differ`, with each thing that differs and the ranks that are not like most;
@@ -190,7 +193,8 @@ class RankGroup:
 
         Args:
             runners: see `BaseCudaGraphRunner.close`.
-            communicators: for `torch.distributed.destroy_process_group`, in this order.
+            communicators: for `torch.distributed.destroy_process_group`, in this order; one that is destroyed is passed
+                over.
         """
         self.leave()
         for runner in runners:
@@ -198,7 +202,7 @@ class RankGroup:
         for runner in runners:
             runner.adapter.empty_cache()
         for communicator in communicators:
-            if dist.is_initialized():
+            if dist.is_initialized() and (communicator is None or _ranks_of(communicator)):
                 dist.destroy_process_group(communicator)
 
     def __enter__(self) -> Self:
@@ -220,9 +224,15 @@ class RankGroup:
             if number > 2:
                 # All have begun the last exchange, and so have read the one before.
                 self._store.delete_key(_key(number - 2, self.rank))
-            keys = [_key(number, rank) for rank in self.ranks]
-            late = self._wait_for(keys)
-            words = [] if late else [_Word(*word.decode().split(":", 1)) for word in self._store.multi_get(keys)]
+            late = self._wait_for(number)
+            if late:
+                # A rank that has read the words before this one has found them all, and then so do we, below.
+                self._store.set(_key(number, self.rank), f"{_DOUBT}{kind}:{text}")
+                late = self._missing(number)
+            words = [] if late else self._read(number)
+            if late or any(word.startswith(_DOUBT) for word in words):
+                late = self._agree_on_late(number, late)
+                words = [] if late else self._read(number)
         except RuntimeError as error:
             raise self._give_up(
                 RankError(
@@ -231,7 +241,7 @@ class RankGroup:
                     hint="the process that holds it is gone: rank 0, unless a launcher such as `torchrun` holds it",
                 )
             ) from error
-        if late:
+        if late and self.rank not in late:
             raise self._give_up(
                 RankError(
                     f"{doing}: {named(late)} did not come within {self.limit_s:g} s",
@@ -240,24 +250,37 @@ class RankGroup:
                     ranks=late,
                 )
             )
-        left = {int(rank) for word in words if word.kind == _LEFT for rank in word.text.split()}
+        said = [_Word(*word.removeprefix(_DOUBT).split(":", 1)) for word in words]
+        left = {int(rank) for word in said if word.kind == _LEFT for rank in word.text.split()} | set(late)
         if left:
             raise self._give_up(self._left(doing, tuple(sorted(left))))
-        return words
+        return said
 
-    def _wait_for(self, keys: list[str]) -> tuple[int, ...]:
-        """Waits until all keys are there; the ranks of those that are not when the time is over."""
+    def _wait_for(self, number: int) -> tuple[int, ...]:
+        """Waits until all ranks have spoken; those that have not when the time is over."""
         deadline = time.monotonic() + self.limit_s
         with suppress(RuntimeError):
             # Whether the store is gone or only silent shows right below.
+            keys = [_key(number, rank) for rank in self.ranks]
             self._store.wait(keys, timedelta(seconds=min(_PATIENCE_S, self.limit_s)))
             return ()
         while True:
             is_over = time.monotonic() >= deadline
-            late = tuple(r for r, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
+            late = self._missing(number)
             if is_over or not late:
                 return late
             time.sleep(_LOOK_AGAIN_S)
+
+    def _missing(self, number: int) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks if not self._store.check([_key(number, rank)]))
+
+    def _read(self, number: int) -> list[str]:
+        return [word.decode() for word in self._store.multi_get([_key(number, rank) for rank in self.ranks])]
+
+    def _agree_on_late(self, number: int, late: Sequence[int]) -> tuple[int, ...]:
+        """Which ranks are given up, as the first one says that asks: all obey, so that nobody goes on alone."""
+        verdict = self._store.compare_set(f"{number}/verdict", "", " ".join(map(str, late)) or _GO).decode()
+        return () if verdict == _GO else tuple(int(rank) for rank in verdict.split())
 
     def _left(self, doing: str, ranks: tuple[int, ...]) -> RankError:
         if self.rank in ranks:
@@ -289,7 +312,7 @@ class RankGroup:
     def _give_up(self, error: RankError) -> RankError:
         """Keeps the error, and lets ranks that come later know at once whom it is about."""
         self._lost = error
-        # At once: a late rank that comes in between would agree with what is withdrawn here.
+        # A late rank learns of it as soon as it comes.
         word = _Word(_LEFT, " ".join(map(str, error.ranks or (self.rank,))))
         for number in (self._number, self._number + 1):
             self._say(number, word)
@@ -300,6 +323,14 @@ class RankGroup:
     def _say(self, number: int, word: _Word) -> None:
         with suppress(RuntimeError):  # a lost store has told the others already
             self._store.set(_key(number, self.rank), f"{word.kind}:{word.text}")
+
+
+def _ranks_of(group: object) -> tuple[int, ...]:
+    """The ranks of a process group; none where it is destroyed, or torch's mark for a group without this process."""
+    try:
+        return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
+    except KeyError:
+        return ()
 
 
 def _key(number: int, rank: int) -> str:

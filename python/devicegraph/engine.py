@@ -104,7 +104,8 @@ class ModelRunner(Protocol):
     """What a runner asks of an engine. `device`, `limits` and `forward` are needed; every other member is optional.
 
     The hooks that prepare metadata take the batch that the forward will see (the padded static batch under a graph, the
-    engine's own in an eager step) and the graph's key, None in an eager step. They run in this order, in capture
+    engine's own in an eager step) and the graph's key, None in an eager step; with a single bucket also the key of a
+    smaller size, which is run once to tell the rows of the output. They run in this order, in capture
     (before each warm-up's first use), on every replay and in every eager step:
 
     `prepare_metadata` -> `upgrade_metadata` -> [`prepare_in_graph` -> `forward`], the bracket being what is captured.
@@ -131,7 +132,7 @@ class Hooks:
 
     Attributes:
         sizes: `sizes(batch) -> (requests, tokens)`; by default the batch's `batch_size` and the rows of its
-            `input_ids`, and nothing for an empty mapping.
+            `input_ids`, and nothing for an empty mapping. Anything but a pair is refused (`sizes-unknown`).
         make_batch: `make_batch(views, key) -> batch`, the static batch from the padded views of the slots by name; by
             default a `StaticBatch`. A slot that it leaves out, or sets to None, is not exposed to the graph.
         pre_replay: `pre_replay(batch)`, once a step and before anything is written, graph or eager; waits that the

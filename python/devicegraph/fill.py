@@ -6,11 +6,14 @@ checked everything by then, so that a program only reads tensors and calls copie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from devicegraph._core import LARGE_PAD_BYTES, CopyGroup, FillPlan
 from devicegraph.errors import SlotError
@@ -50,8 +53,9 @@ def grouped_foreach_copy_(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Ten
         srcs: read; cast where the dtypes differ.
 
     Raises:
-        SlotError: `length-mismatch`, `not-a-tensor` or `wrong-shape`; `shared-elements`, `bound-inference` or
-            `bound-grad` for a destination that cannot be written. Nothing was copied.
+        SlotError: `length-mismatch`, `not-a-tensor` or `wrong-shape`; `unsupported-dtype` where torch does not cast one
+            dtype to the other; `shared-elements`, `bound-inference` or `bound-grad` for a destination that cannot be
+            written. Nothing was copied.
     """
     if len(dsts) != len(srcs):
         message = f"{len(dsts)} destinations for {len(srcs)} sources"
@@ -86,8 +90,23 @@ def _check_copy(index: int, dst: torch.Tensor, src: torch.Tensor) -> None:
     if dst.is_inference() and not torch.is_inference_mode_enabled():
         what = f"destination {index} was made in `inference_mode` and cannot be written outside it"
         raise SlotError(what, code="bound-inference", hint="make it under `torch.inference_mode(False)`")
-    if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
+    if not _casts(dst.dtype, src.dtype):
+        what = f"source {index} is `{name_of(src.dtype)}`, which torch does not cast to `{name_of(dst.dtype)}`"
+        raise SlotError(what, code="unsupported-dtype", hint="pass a source of the destination's dtype")
+    leaf = dst._base if dst._is_view() else dst
+    if torch.is_grad_enabled() and leaf is not None and leaf.is_leaf and leaf.requires_grad:
         raise SlotError(f"destination {index} requires grad", code="bound-grad", hint="pass `tensor.detach()`")
+
+
+@cache
+def _casts(to: torch.dtype, source: torch.dtype) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a complex number, the imaginary part is dropped
+            torch.empty(1, dtype=to, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
+    except (NotImplementedError, RuntimeError):
+        return to is source
+    return True
 
 
 def _copy_group(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
@@ -117,6 +136,15 @@ class _Group(NamedTuple):
     #: Picks the sources that come next, as they are.
     plain: Callable[[list[Any]], Sequence[Any]]
     heads: tuple[_Head, ...]
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether this thread's current stream is being captured, of a device that something is on.
+
+    A tensor that is made then is the capture's: its memory is used again, and it has no value before a replay.
+    """
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return asked is not None and asked()
 
 
 def _picker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -215,7 +243,7 @@ class ForeachExecutor:
 
 
 class HostValues:
-    """What `value_fn` computed, as device tensors that are kept for the next time."""
+    """What `value_fn` computed, as device tensors that are kept for the next time, unless they are a capture's."""
 
     #: Values kept. A value that is dropped was last read at least a hundred fills ago even where each of eight slots
     #: changes its value on every step, so that its memory cannot be given away under a copy that still reads it.
@@ -223,6 +251,8 @@ class HostValues:
 
     def __init__(self) -> None:
         self._tensors: dict[object, torch.Tensor] = {}
+        #: ADDRESS: those that graphs read which captured a fill.
+        self._captured: dict[object, torch.Tensor] = {}
 
     def tensor(self, slot: GraphSlot, value: object, rows: int) -> torch.Tensor:
         """The source that holds a value.
@@ -247,9 +277,16 @@ class HostValues:
             key = (slot.name, repr(numbers), is_sequence, rows)
         except ValueError as error:  # an integer of more digits than Python prints
             raise _bad_value(slot, value) from error
+        if is_captured(buffer_of(slot).device):
+            tensor = self._captured.get(key, self._tensors.get(key))
+            if tensor is None:
+                return _tensor_of(slot, numbers, is_sequence, rows)
+            self._captured[key] = tensor
+            return tensor
         tensor = self._tensors.pop(key, None)
         if tensor is None:
-            tensor = _tensor_of(slot, numbers, is_sequence, rows)
+            with _disable_current_modes():  # what is kept is real, whoever records the fill
+                tensor = _tensor_of(slot, numbers, is_sequence, rows)
             if len(self._tensors) >= self.CAPACITY:
                 del self._tensors[next(iter(self._tensors))]
         self._tensors[key] = tensor  # last again: what was not used for longest goes first
@@ -288,7 +325,7 @@ def _tensor_of(slot: GraphSlot, numbers: Sequence[HostValue], is_sequence: bool,
             raise fault(slot.name, "bad-value", what, hint=hint, expected=f"at least {rows}", given=len(numbers))
         # From memory that is not pinned the copy is staged before this returns: nothing is in flight when the list
         # goes.
-        return torch.tensor(numbers, dtype=slot.dtype).to(buffer.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=slot.dtype, device="cpu").to(buffer.device, non_blocking=True)
     shape = buffer.shape if slot.axis == "none" else (min(rows, buffer.shape[0]),)
     return torch.full(shape, numbers[0], dtype=slot.dtype, device=buffer.device)
 

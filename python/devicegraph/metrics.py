@@ -151,7 +151,7 @@ class StepMetrics:
         """The counts as JSON text."""
         return json.dumps(self.to_dict())
 
-    def to_prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+    def to_prometheus(self, labels: Mapping[str, object] | None = None) -> str:
         """The counts in the text format of Prometheus; see `prometheus_text`."""
         return prometheus_text([self], labels)
 
@@ -190,7 +190,7 @@ _LABEL_NAME: Final = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*\Z")
 _OWN_LABELS: Final = ("phase", "mode", "bucket", "variant", "stream", "attention", "reason")
 
 
-def prometheus_text(metrics: Iterable[StepMetrics], labels: Mapping[str, str] | None = None) -> str:
+def prometheus_text(metrics: Iterable[StepMetrics], labels: Mapping[str, object] | None = None) -> str:
     """The counts of several runners as one page in the text format of Prometheus, version 0.0.4.
 
     Counters begin again at 0 when a runner captures anew, which Prometheus takes for the restart of a process. Graphs
@@ -198,14 +198,15 @@ def prometheus_text(metrics: Iterable[StepMetrics], labels: Mapping[str, str] | 
 
     Args:
         metrics: what each runner's `metrics()` gave; of one phase and mode no more than one.
-        labels: put on every series, such as `{"rank": "0"}`.
+        labels: put on every series, such as `{"rank": 0}`.
 
     Raises:
         ConfigError: `label-invalid`: a name that Prometheus does not take or that is one of this package's;
             `series-repeated`: two runners that no label tells apart.
     """
     for name in labels or {}:
-        if not _LABEL_NAME.match(name) or name in _OWN_LABELS:
+        given: object = name
+        if not isinstance(given, str) or not _LABEL_NAME.match(given) or given in _OWN_LABELS:
             raise ConfigError(
                 f"labels: `{name}` cannot be the name of a label",
                 code="label-invalid",
@@ -214,7 +215,7 @@ def prometheus_text(metrics: Iterable[StepMetrics], labels: Mapping[str, str] | 
     values: dict[str, dict[str, int]] = {family: {} for family in _FAMILIES}
     for one in metrics:
         for family, own, value in _series(one):
-            series = ",".join(f'{name}="{_escape(text)}"' for name, text in {**own, **(labels or {})}.items())
+            series = ",".join(f'{name}="{_escape(str(text))}"' for name, text in {**own, **(labels or {})}.items())
             if series in values[family]:
                 raise ConfigError(
                     f"metrics: two runners have the series `{{{series}}}`",

@@ -130,16 +130,14 @@ class NativeProgram:
 class NativeExecutor:
     """Makes the tables of a set of slots."""
 
-    def __init__(self, slots: Sequence[GraphSlot], planner: FillPlanner, calls: ForeachExecutor) -> None:
+    def __init__(self, slots: Sequence[GraphSlot], planner: FillPlanner) -> None:
         """For slots for which there is nothing against it.
 
         Args:
             slots: registered, all of the planner.
             planner: checks and plans.
-            calls: carries out what tables have no entries for.
         """
         self._slots = slots
-        self._calls = calls
         # ADDRESS: what tables write, also where somebody gives a buffer other memory.
         self._memory = [buffer_of(slot).untyped_storage() for slot in slots]
         device = next((buffer_of(slot).device for slot in slots if buffer_of(slot).device.type == "cuda"), None)
@@ -149,15 +147,19 @@ class NativeExecutor:
         """Whether what a slot's `value_fn` gave can be written as it is."""
         return type(value) in PLAIN and slot.dtype in _NUMBER_DTYPES and fits(value, slot.dtype)
 
-    def compile(self, sizes: Sizes, described: Sequence[Described | None]) -> NativeProgram:
+    def compile(self, sizes: Sizes, described: Sequence[Described | None], calls: ForeachExecutor) -> NativeProgram:
         """What runs a step of these sizes with sources like these.
+
+        Args:
+            sizes: of the step.
+            described: the sources.
+            calls: carries out what tables have no entries for.
 
         Raises:
             SlotError: see `CudaGraphBufferRegistry.fill_from`.
         """
         table, rest = compiled(self._tables, sizes, described)
-        calls = self._calls.compile(rest, self._slots) if rest.calls else None
-        return NativeProgram(table, calls)
+        return NativeProgram(table, calls.compile(rest, self._slots) if rest.calls else None)
 
 
 def tables_of(slots: Sequence[GraphSlot], planner: FillPlanner, cuda: int | None) -> FillTables:
@@ -208,5 +210,5 @@ def _ring(slots: Sequence[GraphSlot], kernel: FillKernel) -> HostRing | None:
         return None
     block_bytes = sum(-(-size // 16) * 16 for size in sizes)
     with torch.inference_mode(False):
-        memory = torch.empty(RING_BLOCKS * block_bytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(RING_BLOCKS * block_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return HostRing(memory, memory.data_ptr(), block_bytes=block_bytes, blocks=RING_BLOCKS, kernel=kernel)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from devicegraph._core import __version__
 from devicegraph.parallel import named
+from devicegraph.slots import buffer_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from devicegraph.runners.base import BaseCudaGraphRunner
+    from devicegraph.slots import GraphSlot
 
 #: Values as text by what they are: comparing text takes a NaN for equal to itself.
 Plan = dict[str, str]
@@ -57,6 +59,7 @@ def _plan_of(runner: BaseCudaGraphRunner) -> Plan:
         "limits.max_bs": limits.max_bs,
         "limits.max_num_tokens": limits.max_num_tokens,
         "buckets": list(runner.buckets),
+        "token_alignment": runner.buffer_registry.token_alignment,
         "order": runner.order,
         "votes": None if runner.hooks.vote is None else "each step" if runner.hooks.votes_each_step else "captures",
         "variants": list(runner.hooks.variants),
@@ -68,12 +71,21 @@ def _plan_of(runner: BaseCudaGraphRunner) -> Plan:
         values["tbo"] = True
     plan = {path: json.dumps(value) for path, value in values.items()}
     for slot in runner.buffer_registry.slots:
-        assert slot.buffer is not None  # it is registered
-        dtype, where = str(slot.dtype).removeprefix("torch."), " on the host" if slot.is_host else ""
-        plan[f"slots.{slot.name}"] = (
-            f"{dtype} {list(slot.buffer.shape)}{where}, {slot.padding_policy.name} {slot.pad_value}"
-        )
+        plan[f"slots.{slot.name}"] = _described(slot)
     return plan
+
+
+def _described(slot: GraphSlot) -> str:
+    where = " on the host" if slot.is_host else ""
+    parts = [
+        f"{name_of(slot.dtype)} {list(buffer_of(slot).shape)}{where}",
+        f"axis {slot.axis}",
+        f"{slot.padding_policy.name} {slot.pad_value}",
+    ]
+    parts += ["required"] if slot.required else []
+    parts += [f"by `{origin}`" for origin in ("source_fn", "value_fn") if getattr(slot, origin) is not None]
+    parts += [] if slot.copy_from_fb else ["not copied"]
+    return ", ".join(parts)
 
 
 def as_text(plan: Plan) -> str:

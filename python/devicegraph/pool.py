@@ -112,7 +112,7 @@ class InputBufferPool:
             if device.type in self.private_devices:
                 return _fresh(slot, shape, device)
             always_padded = slot.padding_policy in (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
-            pad = torch.full((1,), slot.pad_value, dtype=slot.dtype).view(torch.uint8)
+            pad = torch.full((1,), slot.pad_value, dtype=slot.dtype, device="cpu").view(torch.uint8)
             with self._lock:
                 memory, user, is_new = self._ledger.join(
                     slot.name,

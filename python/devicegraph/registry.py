@@ -156,6 +156,9 @@ class CudaGraphBufferRegistry:
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         #: Whether there are slots for what a pipeline stage before sends.
         self.has_proxies = any(slot.name.startswith("pp_proxy_tensors.") for slot in slots)
+        #: What a batch can have, as `presence` counts it, and the bit of the proxies there.
+        self._exposable = [*self._plain_names, *(["pp_proxy_tensors"] if self.has_proxies else [])]
+        self._proxies = 1 << len(self._plain_names) if self.has_proxies else 0
         # A function may be any object that can be called, also one that is false.
         self._functions = [
             (index, slot) for index, slot in enumerate(slots) if slot.source_fn is not None or slot.value_fn is not None
@@ -185,7 +188,7 @@ class CudaGraphBufferRegistry:
                 message = f"executor `{self.wanted_executor}` cannot be had: {self._reason}"
                 raise BackendError(message, code="executor-unavailable", hint="use `auto`")
             if self._reason is None and self.wanted_executor != "foreach":
-                native = NativeExecutor(slots, self._planner, self._calls)
+                native = NativeExecutor(slots, self._planner)
             self._steps = PreparedSteps(slots, self._planner, self._calls, native, self._values)
             self._latest = self._steps.latest
         return self._steps
@@ -328,7 +331,7 @@ class CudaGraphBufferRegistry:
         sources = read_fields(batch, self._fields) if fields is None else fields
         context = None
         if self._functions or self._hooks:
-            context = context_of(batch, sizes[:4], pp_proxy_tensors)
+            context = context_of(batch, (*sizes[:4], pp_proxy_tensors))
             for index, slot in self._functions:
                 if slot.value_fn is not None:
                     sources[index] = slot.value_fn(context)
@@ -427,23 +430,29 @@ class CudaGraphBufferRegistry:
         return replaced(forward_batch_template, fields, {"batch_size": padded_bs})
 
     def presence(self, forward_batch: Any) -> int:
-        """Which plain slots a batch has a value for: bit i stands for the i-th plain slot, in order of registration."""
+        """Which plain slots a batch has a value for: bit i stands for the i-th plain slot, in order of registration.
+
+        With slots for what a pipeline stage before sends, the bit behind them stands for `pp_proxy_tensors`.
+        """
         mask = 0
-        for bit, value in enumerate(read_fields(forward_batch, self._plain_names)):
+        for bit, value in enumerate(read_fields(forward_batch, self._exposable)):
             if value is not None:
                 mask |= 1 << bit
         return mask
 
-    def missing_required(self, mask: int) -> tuple[str, ...]:
-        """The required slots that a batch of this presence lacks (`field-missing`)."""
-        return self._named(self._required & ~mask) if self._required & ~mask else ()
+    def missing_required(self, mask: int, exposed_mask: int = 0) -> tuple[str, ...]:
+        """The required slots that a batch of this presence lacks (`field-missing`).
+
+        So are `pp_proxy_tensors` where the batch of a captured graph had them: nothing pads what is not sent.
+        """
+        return self._named((self._required | self._proxies & exposed_mask) & ~mask)
 
     def unexpected(self, mask: int, exposed_mask: int) -> tuple[str, ...]:
         """The slots that this batch has and the batch of a captured graph had not (`field-unexpected`)."""
-        return self._named(mask & ~exposed_mask) if mask & ~exposed_mask else ()
+        return self._named(mask & ~exposed_mask)
 
     def _named(self, mask: int) -> tuple[str, ...]:
-        return tuple(name for bit, name in enumerate(self._plain_names) if mask >> bit & 1)
+        return tuple(name for bit, name in enumerate(self._exposable) if mask >> bit & 1) if mask else ()
 
     def reset_index_buffers(self) -> None:
         """Writes zeros over the whole of each `ZERO` slot, and nothing else.

@@ -13,7 +13,7 @@ from devicegraph._core import as_size, is_slot_dtype
 from devicegraph.errors import SlotError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from devicegraph._core import SlotLayout
 
@@ -79,16 +79,21 @@ class StepContext(FillContext):
     def forward_batch(self) -> Any:
         return self._batch
 
+    def _replace(self, **sizes: Any) -> StepContext:
+        # The inherited one makes a context without a batch.
+        return context_of(self._batch, super()._replace(**sizes))
 
-def context_of(batch: Any, sizes: tuple[int, int, int, int], pp_proxy_tensors: Any) -> FillContext:
+    __replace__ = _replace
+
+
+def context_of(batch: Any, fields: Iterable[Any]) -> StepContext:
     """The context of a fill.
 
     Args:
         batch: what `fill_from` was given.
-        sizes: in the order of the context.
-        pp_proxy_tensors: what `fill_from` was given.
+        fields: in the order of the context.
     """
-    context = StepContext(*sizes, pp_proxy_tensors)
+    context = StepContext._make(fields)
     context._batch = batch
     return context
 

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from devicegraph.fill import ForeachExecutor, is_captured
 from devicegraph.native import EXCHANGE, KINDS, compiled, tables_of
 from devicegraph.registration import span_bytes
 from devicegraph.slots import GraphSlot, buffer_of, fault, has_memory, layout_of, name_of, row_major, unmovable
 
 if TYPE_CHECKING:
     from devicegraph._core import FillNode, FillPlanner, FillTable
-    from devicegraph.fill import FillProgram, ForeachExecutor, HostValues
+    from devicegraph.fill import FillProgram, HostValues
     from devicegraph.native import NativeExecutor, NativeProgram
 
 __all__ = ["CACHE_SIZE", "PreparedSteps", "Step", "remember"]
@@ -84,6 +86,7 @@ class PreparedSteps:
         # A table is good for telling whether sources are those of a step, also where calls carry the step out.
         self._checks = tables_of(slots, planner, None) if native is None and EXCHANGE is not None else None
         self._numbers = [(index, slot) for index, slot in enumerate(slots) if slot.value_fn is not None]
+        self._devices = {buffer_of(slot).device for slot in slots}
         self._steps: dict[object, Step] = {}
         #: The step that was prepared or found last for each sizes, which is nearly always the one that is wanted.
         self.latest: dict[Sizes, Step] = {}
@@ -168,18 +171,24 @@ class PreparedSteps:
     def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> Step:
         known = tuple(map(_known, self._slots, sources))
         step = self._steps.get((sizes, known))
+        if step is None and any(map(is_captured, self._devices)):
+            # With constants of its own, which go with the capture.
+            step = self._compiled(sizes, known, ForeachExecutor())
+            self._check_memory(sources)
+            return step
         if step is None:
-            step = self._compiled(sizes, known)
+            step = self._compiled(sizes, known, self._calls)
             remember(self._steps, (sizes, known), step)
         self._check_memory(sources)
         remember(self.latest, sizes, step)
         return step
 
-    def _compiled(self, sizes: Sizes, known: tuple[Known, ...]) -> Step:
+    def _compiled(self, sizes: Sizes, known: tuple[Known, ...], calls: ForeachExecutor) -> Step:
         described = [_described(slot, sizes, each) for slot, each in zip(self._slots, known, strict=True)]
-        with torch.inference_mode(False), torch.no_grad():
+        # Constants and views are kept: they are real, whoever records the fill.
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             if self.native is not None:
-                native = self.native.compile(sizes, described)
+                native = self.native.compile(sizes, described, calls)
                 return Step(known, native, native, None)
             raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, is_unread = sizes
             plan = self._planner.plan(
@@ -191,7 +200,7 @@ class PreparedSteps:
                 unread=is_unread,
             )
             check = None if self._checks is None else compiled(self._checks, sizes, described)[0]
-            program = self._calls.compile(plan, self._slots)
+            program = calls.compile(plan, self._slots)
             return Step(known, program, None, check if check is not None and check.checks else None)
 
     def _check_memory(self, sources: Sequence[torch.Tensor | None]) -> None:

@@ -1,7 +1,9 @@
-//! The CUDA driver, found at run time: launching the fill kernel, pointing a captured one at other memory, updating
-//! executables, and events.
+//! The CUDA driver, found at run time: launching the fill kernel, pointing a captured one at other memory, changing
+//! graphs, and events.
 //!
 //! Nothing here needs CUDA to be built or loaded: the library is opened on first use, and its absence is an error.
+
+mod graph;
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -33,14 +35,6 @@ struct KernelNode {
     extra: *mut Handle,
     kernel: Handle,
     context: Handle,
-}
-
-/// `CUgraphExecUpdateResultInfo`.
-#[repr(C)]
-struct UpdateResult {
-    result: c_int,
-    node: Handle,
-    from_node: Handle,
 }
 
 macro_rules! driver {
@@ -83,7 +77,14 @@ driver! {
     node_type = "cuGraphNodeGetType" (Handle, *mut c_int);
     node_parameters = "cuGraphKernelNodeGetParams_v2" (Handle, *mut KernelNode);
     set_node_parameters = "cuGraphExecKernelNodeSetParams_v2" (Handle, Handle, *const KernelNode);
-    update_executable = "cuGraphExecUpdate_v2" (Handle, Handle, *mut UpdateResult);
+    update_executable = "cuGraphExecUpdate_v2" (Handle, Handle, *mut graph::UpdateResult);
+    memset_parameters = "cuGraphMemsetNodeGetParams" (Handle, *mut graph::MemsetNode);
+    node_dependencies = "cuGraphNodeGetDependencies" (Handle, *mut Handle, *mut usize);
+    node_dependents = "cuGraphNodeGetDependentNodes" (Handle, *mut Handle, *mut usize);
+    add_kernel_node = "cuGraphAddKernelNode_v2" (*mut Handle, Handle, *const Handle, usize, *const KernelNode);
+    add_dependencies = "cuGraphAddDependencies" (Handle, *const Handle, *const Handle, usize);
+    destroy_node = "cuGraphDestroyNode" (Handle);
+    pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_int, u64);
     create_event = "cuEventCreate" (*mut Handle, c_uint);
     record_event = "cuEventRecord" (Handle, Handle);
     query_event = "cuEventQuery" (Handle);
@@ -99,7 +100,6 @@ fn handle(number: u64) -> Handle {
 
 const NOT_READY: c_int = 600;
 const WITHOUT_TIMING: c_uint = 2;
-const KERNEL_NODE: c_int = 0;
 
 fn driver() -> Result<&'static Driver, DriverError> {
     static DRIVER: OnceLock<Result<Driver, DriverError>> = OnceLock::new();
@@ -129,12 +129,14 @@ impl<const N: usize> Parameters<N> {
     }
 }
 
-/// A CUDA device as its primary context and the kernel loaded into it. They stay for the life of the process.
+/// A CUDA device as its primary context and the kernels loaded into it. They stay for the life of the process.
 pub(crate) struct Device {
     driver: &'static Driver,
+    ordinal: c_int,
     context: Handle,
     small: Handle,
     large: Handle,
+    set: Handle,
 }
 
 // SAFETY: the driver's handles may be used from any thread, and what a `Device` holds never changes.
@@ -155,20 +157,21 @@ impl Device {
             check("cuDeviceGet", (driver.get_device)(&raw mut ordinal, index))?;
             check("cuDevicePrimaryCtxRetain", (driver.retain_context)(&raw mut context, ordinal))?;
         }
-        let mut device = Self { driver, context, small: ptr::null_mut(), large: ptr::null_mut() };
-        let (small, large) = device.inside(|| {
-            let (mut small, mut large) = (ptr::null_mut(), ptr::null_mut());
+        let none = ptr::null_mut();
+        let mut device = Self { driver, ordinal, context, small: none, large: none, set: none };
+        let [small, large, set] = device.inside(|| {
+            let mut kernels = [none; 3];
+            let names = [c"devicegraph_fill_small", c"devicegraph_fill_large", c"devicegraph_set"];
             // SAFETY: the code and the names are C strings; each call writes one handle.
             unsafe {
                 check("cuModuleLoadData", (driver.load_module)(&raw mut module, PTX.as_ptr().cast()))?;
-                for (name, handle) in [(c"devicegraph_fill_small", &mut small), (c"devicegraph_fill_large", &mut large)]
-                {
-                    check("cuModuleGetFunction", (driver.get_function)(handle, module, name.as_ptr().cast()))?;
+                for (kernel, name) in kernels.iter_mut().zip(names) {
+                    check("cuModuleGetFunction", (driver.get_function)(kernel, module, name.as_ptr().cast()))?;
                 }
             }
-            Ok((small, large))
+            Ok(kernels)
         })?;
-        (device.small, device.large) = (small, large);
+        (device.small, device.large, device.set) = (small, large, set);
         Ok(device)
     }
 
@@ -215,41 +218,10 @@ impl Device {
         })
     }
 
-    /// The nodes of a graph that run the fill kernel.
-    pub(crate) fn fill_nodes(&self, graph: u64) -> Result<Vec<u64>, DriverError> {
-        self.inside(|| self.find_nodes(handle(graph)))
-    }
-
-    fn find_nodes(&self, graph: Handle) -> Result<Vec<u64>, DriverError> {
-        let driver = self.driver;
-        let mut count = 0;
-        // SAFETY: without a place for nodes only their number is written.
-        check("cuGraphGetNodes", unsafe { (driver.graph_nodes)(graph, ptr::null_mut(), &raw mut count) })?;
-        let mut nodes = vec![ptr::null_mut(); count];
-        // SAFETY: at most `count` handles are written.
-        check("cuGraphGetNodes", unsafe { (driver.graph_nodes)(graph, nodes.as_mut_ptr(), &raw mut count) })?;
-        let mut found = Vec::new();
-        for node in nodes {
-            let mut kind = -1;
-            // SAFETY: writes one integer.
-            check("cuGraphNodeGetType", unsafe { (driver.node_type)(node, &raw mut kind) })?;
-            if kind != KERNEL_NODE {
-                continue;
-            }
-            let mut kernel = self.node(ptr::null_mut(), 0, ptr::null_mut());
-            // SAFETY: the struct is that of this version of the call.
-            check("cuGraphKernelNodeGetParams", unsafe { (driver.node_parameters)(node, &raw mut kernel) })?;
-            if kernel.function == self.small || kernel.function == self.large {
-                found.push(node as u64);
-            }
-        }
-        Ok(found)
-    }
-
-    fn node(&self, function: Handle, grid: u32, parameters: *mut Handle) -> KernelNode {
+    fn node(&self, function: Handle, grid: [c_uint; 3], parameters: *mut Handle) -> KernelNode {
         KernelNode {
             function,
-            grid: [grid, 1, 1],
+            grid,
             block: [THREADS, 1, 1],
             shared_bytes: 0,
             parameters,
@@ -263,26 +235,12 @@ impl Device {
     pub(crate) fn point(&self, executable: u64, node: u64, entries: &[Entry], blocks: u32) -> Result<(), DriverError> {
         self.inside(|| {
             self.with_kernel(entries, blocks, |kernel, grid, parameters| {
-                let node_parameters = self.node(kernel, grid, parameters);
+                let node_parameters = self.node(kernel, [grid, 1, 1], parameters);
                 let (executable, node) = (handle(executable), handle(node));
                 // SAFETY: the kernel takes one table, which the driver copies before the call returns.
                 let code = unsafe { (self.driver.set_node_parameters)(executable, node, &raw const node_parameters) };
                 check("cuGraphExecKernelNodeSetParams", code)
             })
-        })
-    }
-
-    /// Makes an executable one of another graph of the same topology; false where the driver finds that it cannot be.
-    pub(crate) fn update_executable(&self, executable: u64, graph: u64) -> Result<bool, DriverError> {
-        const CANNOT: c_int = 910;
-        let mut result = UpdateResult { result: 0, node: ptr::null_mut(), from_node: ptr::null_mut() };
-        let (executable, graph) = (handle(executable), handle(graph));
-        self.inside(|| {
-            // SAFETY: the struct is that of this version of the call.
-            match unsafe { (self.driver.update_executable)(executable, graph, &raw mut result) } {
-                CANNOT => Ok(false),
-                code => check("cuGraphExecUpdate", code).map(|()| true),
-            }
         })
     }
 

@@ -145,8 +145,8 @@ impl Exchange {
         for (dim, (size, stride)) in form.shape.iter().zip(&form.strides).enumerate() {
             // SAFETY: both arrays have `ndim` numbers, and are the tensor's own while it is held.
             let (given, step) = unsafe { (*tensor.shape.add(dim), *tensor.strides.add(dim)) };
-            // A dimension of one index is never stepped along.
-            if given != *size || (step != *stride && *size > 1) {
+            // Also along a dimension of one index: calls that view a source as other integers go by the stride.
+            if given != *size || step != *stride {
                 return None;
             }
         }

@@ -9,6 +9,9 @@ use crate::document::Value;
 use crate::layers::Source;
 use crate::options::{ConfigOption, OPTIONS};
 
+/// What stands beside the phases, and in none.
+const OUTSIDE: [&str; 3] = [PHASES[0], PHASES[1], "padding"];
+
 /// One thing wrong with a configuration: where, with which value, and what would have been allowed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Issue {
@@ -187,6 +190,9 @@ impl Issue {
             (Problem::UnknownBackend { allowed }, _) => self.did_you_mean(allowed),
             (Problem::BackendNotAllowed { allowed }, _) => Some(format!("use {}", listed(allowed, "or"))),
             (Problem::UnknownCompiler, _) => self.did_you_mean(&COMPILERS),
+            (Problem::UnknownKey { .. }, _) if self.path.contains('.') && OUTSIDE.contains(&self.key()) => {
+                Some("write it outside the phase; a mapping of phases goes to `CudaGraphConfig.from_dict`".into())
+            }
             (Problem::UnknownKey { known }, _) => self.did_you_mean(known),
             (Problem::MisplacedKey, _) => Some(format!("write it inside {}", listed(&PHASES, "or"))),
             (Problem::UnknownPhase, _) => self.did_you_mean(&PHASES),

@@ -139,6 +139,8 @@ __device__ __forceinline__ void pad_run(u8* dst, u64 value, u64 count, u64 threa
         for (u64 i = thread; i < count / 16; i += threads) ((uint4*)dst)[i] = wide;
     } else if ((alignment & 7) == 0) {
         for (u64 i = thread; i < count / 8; i += threads) ((u64*)dst)[i] = value;
+    } else if ((alignment & 3) == 0) {
+        for (u64 i = thread; i < count / 4; i += threads) ((u32*)dst)[i] = (u32)(value >> (i % 2 * 32));
     } else {
         for (u64 i = thread; i < count; i += threads) dst[i] = (u8)(value >> (i % 8 * 8));
     }
@@ -215,4 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) devicegraph_fill_small(con
 
 extern "C" __global__ void __launch_bounds__(THREADS) devicegraph_fill_large(const __grid_constant__ Table<56> table) {
     fill(table);
+}
+
+// What a memset node of a graph does, as a kernel: rows of `width` bytes, `pitch` apart. `value` repeats the element over
+// its eight bytes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    devicegraph_set(u8* dst, u64 pitch, u64 value, u64 width, u64 height) {
+    u32 thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    for (u64 row = blockIdx.y; row < height; row += gridDim.y) pad_run(dst + row * pitch, value, width, thread, threads);
 }

@@ -15,7 +15,7 @@ pub(super) use self::kernel::{FillKernel, FillNode};
 pub(super) use self::ring::HostRing;
 use self::sources::{Fields, Wanted};
 use super::plan::{FillPlan, FillPlanner, sizes};
-use super::value::Dims;
+use super::value::{Dims, Word};
 use crate::driver::cuda;
 use crate::driver::dlpack::{Exchange, Form};
 use crate::driver::host;
@@ -78,7 +78,7 @@ pub(super) struct FillTables {
 }
 
 /// (dtype, shape, device, strides, whether it is a number).
-type Described = (String, Dims, String, Dims, bool);
+type Described = (Word, Dims, Word, Dims, bool);
 
 #[pymethods]
 impl FillTables {
@@ -123,7 +123,7 @@ impl FillTables {
         let given: Vec<_> = sources
             .into_iter()
             .map(|source| {
-                let (dtype, Dims(shape), device, Dims(strides), is_number) = source?;
+                let (Word(dtype), Dims(shape), Word(device), Dims(strides), is_number) = source?;
                 let source = Source { dtype, shape, device, strides };
                 Some(if is_number { Given::Number(source) } else { Given::Tensor(source) })
             })

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::value::{Dims, integer};
+use super::value::{Dims, Word, integer};
 use crate::dtype::DType;
 use crate::error::SlotFault;
 use crate::plan;
@@ -73,8 +73,8 @@ impl SlotLayout {
             axis: axis.parse()?,
             policy: policy.parse()?,
             dtype: DType::parse(dtype).ok_or_else(|| SlotFault::unsupported_dtype(&name, dtype))?,
-            shape,
-            strides,
+            shape: shape.into(),
+            strides: strides.into(),
             dim,
             rows: Rows { base, step, unit: unit.max(1) },
             capacity,
@@ -139,7 +139,7 @@ pub(super) fn sizes(
 }
 
 /// (dtype, shape, device, strides).
-type Source = (String, Dims, String, Dims);
+type Source = (Word, Dims, Word, Dims);
 
 /// The slots of a registry, ready to be planned for.
 #[pyclass(frozen, module = "devicegraph._core")]
@@ -170,7 +170,12 @@ impl FillPlanner {
         let sources: Vec<_> = sources
             .into_iter()
             .map(|source| {
-                source.map(|(dtype, Dims(shape), device, Dims(strides))| step::Source { dtype, shape, device, strides })
+                source.map(|(Word(dtype), Dims(shape), Word(device), Dims(strides))| step::Source {
+                    dtype,
+                    shape,
+                    device,
+                    strides,
+                })
             })
             .collect();
         let work = self.0.work(&sizes, &sources, unread)?;
@@ -194,7 +199,7 @@ impl FillPlanner {
 type Block = (usize, usize, Vec<usize>, Vec<usize>);
 
 fn block(slot: usize, region: &Region) -> Block {
-    (slot, region.offset, region.shape.clone(), region.strides.clone())
+    (slot, region.offset, region.shape.to_vec(), region.strides.to_vec())
 }
 
 /// What a fill carries out: fills, then groups, then copies.
@@ -263,14 +268,14 @@ impl CopyGroup {
     #[getter]
     fn tails(&self) -> Vec<(usize, Vec<usize>, usize, bool)> {
         let tails = self.0.tails.iter();
-        tails.map(|tail| (tail.slot, tail.runs.offsets.clone(), tail.runs.len, tail.pad == step::Pad::Zero)).collect()
+        tails.map(|tail| (tail.slot, tail.runs.offsets.to_vec(), tail.runs.len, tail.pad == step::Pad::Zero)).collect()
     }
 
     /// Live rows: (slot, shape, offsets of the runs, elements of each run).
     #[getter]
     fn heads(&self) -> Vec<(usize, Vec<usize>, Vec<usize>, usize)> {
         let heads = self.0.heads.iter();
-        heads.map(|head| (head.slot, head.shape.clone(), head.runs.offsets.clone(), head.runs.len)).collect()
+        heads.map(|head| (head.slot, head.shape.to_vec(), head.runs.offsets.to_vec(), head.runs.len)).collect()
     }
 
     fn __repr__(&self) -> String {

@@ -1,5 +1,7 @@
 //! Python objects as documents, and back.
 
+use std::borrow::Cow;
+
 use pyo3::prelude::*;
 use pyo3::types::{
     PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMapping, PySequence, PyString, PyTuple,
@@ -8,15 +10,17 @@ use pyo3::types::{
 use super::phase::PyPhaseConfig;
 use crate::config::LARGEST_SIZE;
 use crate::document::Value;
+use crate::dtype::DType;
+use crate::slot;
 
 /// Sizes or strides. Those of a tuple, as `torch.Size` is, or of a list are taken without asking for an iterator.
-pub(super) struct Dims(pub(super) Vec<usize>);
+pub(super) struct Dims(pub(super) slot::Dims);
 
 impl<'py> FromPyObject<'_, 'py> for Dims {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let mut sizes = Vec::with_capacity(4);
+        let mut sizes = slot::Dims::new();
         if let Ok(tuple) = object.cast::<PyTuple>() {
             for size in tuple.iter_borrowed() {
                 sizes.push(size.extract()?);
@@ -26,7 +30,7 @@ impl<'py> FromPyObject<'_, 'py> for Dims {
                 sizes.push(size.extract()?);
             }
         } else {
-            sizes = object.extract()?;
+            sizes = object.extract::<Vec<_>>()?.into();
         }
         Ok(Self(sizes))
     }
@@ -86,6 +90,20 @@ fn read(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Value> {
         }
     }
     integer(object).map_or_else(|| foreign(object), |number| Ok(number_of(&number)))
+}
+
+/// The name of a dtype or a device: the usual ones need no memory of their own.
+pub(super) struct Word(pub(super) Cow<'static, str>);
+
+impl<'py> FromPyObject<'_, 'py> for Word {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let text: &str = object.extract()?;
+        let known = DType::parse(text).map(DType::name).filter(|name| *name == text);
+        let usual = known.or_else(|| ["cpu", "cuda:0"].into_iter().find(|name| *name == text));
+        Ok(Self(usual.map_or_else(|| Cow::Owned(text.to_owned()), Cow::Borrowed)))
+    }
 }
 
 /// The integer that an object is, wherever a size or another whole number is asked for; none for a boolean, which Python

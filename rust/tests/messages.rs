@@ -105,6 +105,7 @@ fn samples() -> Vec<Issue> {
         (backend, text("full"), Problem::BackendNotAllowed { allowed: prefill }),
         ("decode.tc_compiler", text("inducter"), Problem::UnknownCompiler),
         ("decode.maxbs", Value::Int(4), Problem::UnknownKey { known: keys() }),
+        ("decode.prefill", Value::Null, Problem::UnknownKey { known: keys() }),
         ("max_bs", Value::Int(4), Problem::MisplacedKey),
         ("prefil", Value::Object(vec![]), Problem::UnknownPhase),
         ("decode.bs", Value::Int(4), Problem::RepeatedKey),
@@ -233,6 +234,9 @@ fn every_sentence_reads_as_in_this_table() {
       allowed: one of `eager` or `inductor`
     decode.maxbs: no such key; the keys here are `backend`, `max_bs`, `bs` and `tc_compiler` [unknown-key]
       hint: did you mean `max_bs`?
+      allowed: one of `backend`, `max_bs`, `bs` or `tc_compiler`
+    decode.prefill: no such key; the keys here are `backend`, `max_bs`, `bs` and `tc_compiler` [unknown-key]
+      hint: write it outside the phase; a mapping of phases goes to `CudaGraphConfig.from_dict`
       allowed: one of `backend`, `max_bs`, `bs` or `tc_compiler`
     max_bs: a key of a phase, outside a phase [unknown-key]
       hint: write it inside `decode` or `prefill`

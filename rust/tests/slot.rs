@@ -69,7 +69,7 @@ proptest! {
         for dim in (1..shape.len()).rev() {
             strides[dim - 1] = strides[dim] * (shape[dim] + gaps[dim]);
         }
-        let region = Region { offset: start, shape: shape.clone(), strides: strides.clone() };
+        let region = Region { offset: start, shape: shape.clone().into(), strides: strides.clone().into() };
         let mut elements = vec![start];
         for (size, stride) in shape.iter().zip(&strides) {
             elements = elements.iter().flat_map(|start| (0..*size).map(move |index| start + index * stride)).collect();
@@ -107,8 +107,8 @@ fn slot(shape: &[usize], strides: &[usize], dim: usize) -> SlotLayout {
         axis: Axis::Tokens,
         policy: PaddingPolicy::Zero,
         dtype: dtype("int64"),
-        shape: shape.to_vec(),
-        strides: strides.to_vec(),
+        shape: shape.into(),
+        strides: strides.into(),
         dim,
         rows: Rows::EACH,
         capacity: 24,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SETUPS = [("decode", "full"), ("decode", "breakable"), ("prefill", "breakable")]
-BYTES_PER_ROW = 1 << 28
+BYTES_PER_ROW, SMALL = 1 << 28, 128 << 20  # small: workspaces of 32 MiB for each stream, and the engine
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ class Hungry(ToyEngine):
 
 
 @pytest.fixture
-def room_for_six_rows() -> Iterator[int]:
-    """A limit of what is in use and room for six rows more; yields it in bytes."""
+def room_for_seven_rows() -> Iterator[int]:
+    """A limit of what is in use and room for seven rows more, and for small things; yields it in bytes."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    limit = torch.cuda.memory_reserved() + 6 * BYTES_PER_ROW
+    limit = torch.cuda.memory_reserved() + 7 * BYTES_PER_ROW + SMALL
     torch.cuda.set_per_process_memory_fraction(limit / total)
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -77,7 +77,7 @@ def room_for_six_rows() -> Iterator[int]:
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 @pytest.mark.parametrize("order", ["descending", "ascending"])
 def test_a_bucket_that_does_not_fit_is_dropped_and_the_smaller_ones_serve(
-    backend: str, order: Any, reserved: None, room_for_six_rows: int
+    backend: str, order: Any, reserved: None, room_for_seven_rows: int
 ) -> None:
     engine = Hungry("cuda", max_bs=8)
     config = dg.CudaGraphConfig(decode={"backend": backend, "bs": [1, 2, 4, 8]})
@@ -89,11 +89,11 @@ def test_a_bucket_that_does_not_fit_is_dropped_and_the_smaller_ones_serve(
         assert "out of memory" in report.dropped[0].reason.lower()
         assert sorted(bucket.key.size for bucket in report.captured) == [1, 2, 4]
         held = torch.cuda.memory_reserved()
-        assert held <= room_for_six_rows
+        assert held <= room_for_seven_rows
         # The memory of four rows is what the largest graph keeps, of which the others take theirs; ascending order has
         # to take each anew, as no smaller block holds a larger one.
         kept = 4 if order == "descending" else 1 + 2 + 4
-        assert held - before <= kept * BYTES_PER_ROW + (64 << 20)
+        assert held - before <= kept * BYTES_PER_ROW + SMALL
         assert runner.can_run(engine.batch([3] * 5)).code == "bucket-dropped"
         allocated = set()
         for seed in range(50):
@@ -102,6 +102,6 @@ def test_a_bucket_that_does_not_fit_is_dropped_and_the_smaller_ones_serve(
             del batch
             allocated.add(torch.cuda.memory_allocated())
         assert max(allocated) - min(allocated) < 1 << 20
-        assert torch.cuda.memory_reserved() <= room_for_six_rows
+        assert torch.cuda.memory_reserved() <= room_for_seven_rows
         torch.cuda.set_per_process_memory_fraction(1.0)
         assert not runner.capture().dropped  # with more room the bucket is there

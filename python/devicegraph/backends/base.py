@@ -266,7 +266,7 @@ class BaseCudaGraphBackend(ABC):
             raise capture_failed(self.phase, shape_key, error) from error
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
-        """Runs the forward as often as it takes for lazily made things to be there, waits, and returns its output."""
+        """Runs the forward as often as it takes for lazily made things to be there, and returns its output."""
         output: Any = None
         for _ in range(self.WARMUPS):
             self.adapter.synchronize()
@@ -275,11 +275,16 @@ class BaseCudaGraphBackend(ABC):
             output = forward_fn()
             if post_warmup_hook is not None:
                 post_warmup_hook()
-        if not self.captured:
-            # A capture cannot take what lies in the allocator's cache. The first one, of the largest size, needs most.
-            self.adapter.empty_cache()
-        self.adapter.synchronize()
         return output
+
+    def _end_warm_up(self) -> None:
+        """Waits for the warm-ups, whose output nobody holds any longer unless it is needed.
+
+        What they left in the allocator's cache, which is about as much as the graph needs, is given back: a capture
+        cannot take it from there, and would run out of memory beside it.
+        """
+        self.adapter.empty_cache()
+        self.adapter.synchronize()
 
 
 _HINTS: Final = {
@@ -287,6 +292,16 @@ _HINTS: Final = {
     "forward-failed": "the error above is the engine's, from its forward or a hook; there is no graph for this key",
     "capture-failed": "the error above is the device's, or a hook's, from before, between or behind the graphs",
 }
+
+
+def _chained(error: BaseException) -> list[BaseException]:
+    """An error and all that caused it or were handled when it was raised; each once, as they may be in a circle."""
+    found = [error]
+    for each in found:
+        for other in (each.__cause__, each.__context__):
+            if other is not None and all(other is not known for known in found):
+                found.append(other)
+    return found
 
 
 def _one_line(error: Exception) -> str:
@@ -298,10 +313,8 @@ def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> 
     """The error for a capture that failed because of `cause`, to be raised from it; without a key, that of no graph."""
     # The frames of the failed forward hold its tensors, and with them memory of the pool, as long as anybody keeps the
     # error. What they show of the source stays.
-    seen: BaseException | None = cause
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    for error in _chained(cause):
+        traceback.clear_frames(error.__traceback__)
     if isinstance(cause, CaptureError):
         code, message, hint, operator = cause.code, cause.message, cause.hint, cause.operator
     elif isinstance(cause, RankError):

@@ -156,15 +156,17 @@ class Break:
         # by the next capture; they live as long as the break, which lives as long as its graph.
         call = functools.partial(function, *args, **kwargs)
         autocast = autocast_state()
-        self._function = autocast_as(autocast)(call) if autocast else call
+        again: Callable[[], Any] = autocast_as(autocast)(call) if autocast else call
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._bridges = Bridges(output, given, self.name)
-        self.output = self._bridges.output
-        # The function itself where nothing of its result crosses.
-        self.call: Callable[[], Any] = self._call_and_refresh if self._bridges else self._function
+        bridges = Bridges(output, given, self.name)
+        self.output = bridges.output
+        # The function itself where nothing of its result crosses. No method of the break, which would be a cycle: what
+        # it holds of the graph memory pool has to go with the last reference, also where the collector is off.
+        self.call = functools.partial(_call_and_refresh, again, bridges) if bridges else again
 
-    def _call_and_refresh(self) -> None:
-        self._bridges.refresh(self._function())
+
+def _call_and_refresh(function: Callable[[], Any], bridges: Bridges) -> None:
+    bridges.refresh(function())
 
 
 class MarkedCall(NamedTuple):

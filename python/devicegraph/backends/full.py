@@ -80,6 +80,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         Apart from `capture_one`, so that an error of it that somebody keeps holds none of these tensors.
         """
         warmed = self._warm_up_to_check(forward_fn, post_warmup_hook)
+        self._end_warm_up()
         with self.adapter.capture(
             graph, pool=self.graph_pool, stream=self._stream, capture_error_mode=self.capture_error_mode
         ):
@@ -117,7 +118,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
         if self.executables is not None:
             updatable: DeviceGraph = self.adapter.updatable_graph()
             return updatable
-        return self.adapter.filling_graph() if self.fills else self.adapter.graph()
+        return self.adapter.graph()
 
     def _warm_up_to_check(
         self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None

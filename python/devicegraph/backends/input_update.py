@@ -79,7 +79,7 @@ def host_value(key: str, given: Any, *, as_tensor: bool) -> Value:
             hint="give a list, or a one-dimensional integer tensor on the CPU; reading one of the device would wait",
         )
     if as_tensor:
-        return torch.as_tensor(given).to(torch.int32, copy=True)
+        return torch.as_tensor(given, device="cpu").to(torch.int32, copy=True)
     return given.tolist() if isinstance(given, torch.Tensor) else list(given)
 
 

@@ -133,6 +133,7 @@ class SegmentedBackend(BaseCudaGraphBackend):
         steps = Steps()
         with self._dropped_on_failure(shape_key, steps):
             self._shared.make_room(self._warm_up(forward_fn, post_warmup_hook))
+            self._end_warm_up()
             output = self._capture(forward_fn, steps)
         self._captured[shape_key] = Captured(steps, output, capture_inputs)
         return output

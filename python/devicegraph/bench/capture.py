@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from devicegraph.backends.breaks import batch_in_use
 from devicegraph.bench.decoder import SMALL, TINY, Shape
 from devicegraph.bench.measuring import Result, Spread, Table, take_turns
-from devicegraph.bench.step import StepEngine, engine_on, runner_of
+from devicegraph.bench.step import StepEngine, bare_graph, engine_on, runner_of
 from devicegraph.buckets import decode_buckets
 from devicegraph.devices import GraphMemoryPool
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.capture_mode import freeze_gc
-from devicegraph.runners.shape_key import ShapeKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,19 +31,6 @@ if TYPE_CHECKING:
 BUCKETS: Final = tuple(decode_buckets(256).sizes)
 SHAPE: Final = Shape(row_length=64, context=64, decode=BUCKETS)
 ON_CPU: Final = replace(SMALL, decode=(1, 2, 4, 8))
-
-
-def _record(adapter: DeviceAdapter, pool: GraphMemoryPool, stream: Any, forward: Callable[[], Any]) -> tuple[Any, Any]:
-    """A captured graph and its output, in the fewest calls that the device has for it."""
-    if adapter.type == "cuda":
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
-            output = forward()
-    else:
-        graph = adapter.graph()
-        with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            output = forward()
-    return graph, output
 
 
 def bare_loop(engine: StepEngine, adapter: DeviceAdapter, stream: Any) -> float:
@@ -58,19 +43,7 @@ def bare_loop(engine: StepEngine, adapter: DeviceAdapter, stream: Any) -> float:
     begun = time.perf_counter()
     with freeze_gc(), torch.no_grad():
         for size in sorted(engine.buckets, reverse=True):
-            key = ShapeKey(size)
-            batch = engine.make_batch(registry.views(padded_bs=size, padded_num_tokens=size), key)
-
-            def forward(batch: Any = batch, key: ShapeKey = key) -> Any:
-                with batch_in_use(batch):
-                    engine.prepare_in_graph(batch, key)
-                    return engine.forward(batch)
-
-            for _ in range(2):
-                with adapter.stream_context(stream):
-                    forward()
-                adapter.synchronize()
-            captured.append(_record(adapter, pool, stream, forward))
+            captured.append(bare_graph(adapter, engine, registry, size, pool, stream))
     adapter.synchronize()
     seconds = time.perf_counter() - begun
     for graph, _ in captured:

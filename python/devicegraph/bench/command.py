@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Final
 
 from devicegraph.commands.arguments import positive_integer
+from devicegraph.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, and returns 0.
 
     Raises:
-        DeviceGraphError: the device cannot be used here.
+        DeviceGraphError: the device cannot be used here, or the result could not be written.
     """
     show(measure(arguments), arguments)
     return 0
@@ -56,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(result: Result, arguments: argparse.Namespace) -> None:
     """Writes and prints a result as the arguments say."""
+    sys.stdout.write((json.dumps(result.to_dict(), indent=2) if arguments.json else str(result)) + "\n")
     if arguments.out is not None:
         result.write(arguments.out)
-    sys.stdout.write((json.dumps(result.to_dict(), indent=2) if arguments.json else str(result)) + "\n")
 
 
 def measure(arguments: argparse.Namespace, *, peers: dict[str, Peer] | None = None) -> Result:
@@ -67,7 +69,17 @@ def measure(arguments: argparse.Namespace, *, peers: dict[str, Peer] | None = No
     Args:
         arguments: parsed.
         peers: of `fill`: other ways to do the same, by name.
+
+    Raises:
+        ConfigError: `out-unwritable`: the result could not be written, which would show after minutes else.
     """
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=arguments.out).close()
+        except OSError as error:
+            what = f"`--out`: nothing can be written to `{arguments.out}`: {error.strerror}"
+            raise ConfigError(what, code="out-unwritable") from error
     # torch is loaded here, not where the parser is built.
     import torch
 

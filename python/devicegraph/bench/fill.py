@@ -4,7 +4,7 @@ The same slots, batches and sizes for all ways, in one run:
 
 - `fill_from (EXECUTOR)`: the registry, by each executor that works here: checks, padding and copies;
 - `copy_ by field`: a copy for each slot and a call for each tail;
-- `bare grouped copy`: one `torch._foreach_copy_` of ready byte views for each device: no check, no padding, no look-up.
+- `bare grouped copy`: one `torch._foreach_copy_` of ready views for each device, with padding: no check, no look-up.
 
 Eight slots are decode's usual ones, `[3, T]` positions and lengths on the host among them, and adapter ids; more slots
 are more of their kind.
@@ -207,17 +207,20 @@ def by_field(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], 
 
 
 def bare(registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], case: Case) -> Callable[[], None]:
-    """The floor of anything that ends in a grouped copy: bytes to bytes, with all views there."""
+    """The floor of anything that ends in a grouped copy: with all views there, and padding copied from constants."""
     groups: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for slot in registry.slots:
         buffer, source = slot.buffer, batch[slot.name]
         assert buffer is not None  # it is registered
-        live = case.raw_bs if slot.axis == "bs" else case.raw_num_tokens
+        live, padded = (case.raw_bs, case.bs) if slot.axis == "bs" else (case.raw_num_tokens, case.num_tokens)
         dsts, srcs = groups.setdefault(buffer.device, ([], []))
-        rows = zip(buffer[:, :live], source, strict=True) if source.ndim > 1 else [(buffer[:live], source)]
+        rows = zip(buffer, source, strict=True) if source.ndim > 1 else [(buffer, source)]
         for dst, src in rows:
-            dsts.append(dst.view(torch.int64))
-            srcs.append(src.view(torch.int64))
+            dsts.append(dst[:live])
+            srcs.append(src)
+            if live < padded and slot.padding_policy in (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL):
+                dsts.append(dst[live:padded])
+                srcs.append(torch.full_like(dsts[-1], slot.pad_value))
 
     def copy() -> None:
         for dsts, srcs in groups.values():
@@ -296,7 +299,7 @@ def by_node(
     adapter: DeviceAdapter, registry: CudaGraphBufferRegistry, batch: dict[str, torch.Tensor], case: Case
 ) -> Callable[[], None]:
     """What a step does to fill where its graph begins with the fill, but for the launch that a step has anyway."""
-    graph = adapter.filling_graph()
+    graph = adapter.graph()
     pool, stream = GraphMemoryPool(adapter), adapter.stream()
     with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         adapter.record_fill()

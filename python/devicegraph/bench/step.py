@@ -1,4 +1,4 @@
-"""`devicegraph bench step`: whole steps against the bare `graph.replay()` in them.
+"""`devicegraph bench step`: whole steps against the bare `graph.replay()` of the same forward.
 
 A step is `runner.run(batch)`: decision, fill, replay, trim. Two engines show two things: one whose graph is a few
 kernels, where the device never holds up the host, what a step costs the host; and the reference decoder what that means
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from devicegraph.backends.breaks import batch_in_use
 from devicegraph.bench.decoder import SMALL, TINY, Cache, DecodeEngine, Decoder, Shape, attend
 from devicegraph.bench.measuring import (
     Result,
@@ -32,14 +33,14 @@ from devicegraph.devices import GraphMemoryPool, get_device_adapter
 from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.capture_mode import freeze_gc
 from devicegraph.runners.decode import DecodeCudaGraphRunner
+from devicegraph.runners.shape_key import ShapeKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from devicegraph.bench.decoder import Batch
     from devicegraph.devices import DeviceAdapter
-    from devicegraph.registry import Executor
-    from devicegraph.runners.shape_key import ShapeKey
+    from devicegraph.registry import CudaGraphBufferRegistry, Executor
 
 #: Steps in a block whose launches are queued at once: few enough for a device's queue to take them all.
 BLOCK: Final = 8
@@ -89,8 +90,43 @@ def runner_of(engine: StepEngine, *, executor: Executor = "auto", **options: Any
     )
 
 
+def bare_graph(
+    adapter: DeviceAdapter,
+    engine: StepEngine,
+    registry: CudaGraphBufferRegistry,
+    size: int,
+    pool: GraphMemoryPool,
+    stream: Any,
+) -> tuple[Any, Any]:
+    """A graph of a bucket over a registry's buffers, and its output.
+
+    Captured as one would without this package, in the fewest calls: on CUDA by `torch.cuda.graph`.
+    """
+    key = ShapeKey(size)
+    batch = engine.make_batch(registry.views(padded_bs=size, padded_num_tokens=size), key)
+
+    def forward() -> Any:
+        with batch_in_use(batch):
+            engine.prepare_in_graph(batch, key)
+            return engine.forward(batch)
+
+    for _ in range(2):
+        with adapter.stream_context(stream):
+            forward()
+        adapter.synchronize()
+    if adapter.type == "cuda":
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
+            output = forward()
+    else:
+        graph = adapter.graph()
+        with adapter.capture(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            output = forward()
+    return graph, output
+
+
 def parts_of(runner: DecodeCudaGraphRunner, batch: Any) -> dict[str, Callable[[], Any]]:
-    """The bare graph, and the parts of a step, each as a call that can be repeated."""
+    """The runner's graph, and the parts of a step, each as a call that can be repeated."""
     decision = runner.can_run(batch)
     key = decision.key
     assert key is not None  # the batch is of a captured size
@@ -144,7 +180,9 @@ def measure_engine(title: str, engine: StepEngine, adapter: DeviceAdapter, round
         for size in engine.buckets:
             batch = engine.batch(size, seed=1)
             each = {name: (runner, batch) for name, runner in runners.items()}
-            measured = _measure_size(adapter, each, rounds, blocks)
+            registry = next(iter(runners.values())).buffer_registry
+            bare, _ = bare_graph(adapter, engine, registry, size, GraphMemoryPool(adapter), adapter.stream())
+            measured = _measure_size(adapter, bare.replay, each, rounds, blocks)
             for table, (name, (step, where)) in zip(parts, measured.items(), strict=True):
                 steps.rows.append({"bs": size, "filled by": name, **step})
                 table.rows.append({"bs": size, **where})
@@ -152,10 +190,14 @@ def measure_engine(title: str, engine: StepEngine, adapter: DeviceAdapter, round
 
 
 def _measure_size(
-    adapter: DeviceAdapter, runners: dict[str, tuple[DecodeCudaGraphRunner, Batch]], rounds: int, blocks: int
+    adapter: DeviceAdapter,
+    bare: Callable[[], Any],
+    runners: dict[str, tuple[DecodeCudaGraphRunner, Batch]],
+    rounds: int,
+    blocks: int,
 ) -> dict[str, tuple[dict[str, Any], dict[str, float]]]:
-    """What a step takes, and its parts, for each executor; all of them take turns."""
-    ways: dict[str, Callable[[], Any]] = {}
+    """What a step takes, and its parts, for each executor; all of them take turns, and the bare replay."""
+    ways = {"bare": bare}
     pieces: dict[str, Callable[[], Any]] = {}
     names: dict[str, list[str]] = {}
     for name, (runner, batch) in runners.items():
@@ -173,15 +215,16 @@ def _measure_size(
     )
     found = {}
     for name, of_name in names.items():
-        graph, run = f"{name} graph", f"{name} run"
+        run = f"{name} run"
         step = {
-            "replay host us": statistics.median(host[graph]),
+            "bare replay host us": statistics.median(host["bare"]),
+            "own replay host us": statistics.median(host[f"{name} graph"]),
             "fill and replay host us": statistics.median(host[f"{name} fill and replay"]),
             "step host us": statistics.median(host[run]),
-            "host us more": Spread.difference(host[run], host[graph]),
-            "replay us": statistics.median(queued[graph]),
-            "step, queued": Spread.ratio(queued[run], queued[graph]),
-            "step, alone": Spread.ratio(alone[run], alone[graph]),
+            "host us more": Spread.difference(host[run], host["bare"]),
+            "bare replay us": statistics.median(queued["bare"]),
+            "step, queued": Spread.ratio(queued[run], queued["bare"]),
+            "step, alone": Spread.ratio(alone[run], alone["bare"]),
         }
         medians = {part: statistics.median(host[f"{name} {part}"]) for part in of_name}
         whole = statistics.median(host[run])
@@ -206,5 +249,8 @@ def measure(adapter: DeviceAdapter, *, small: bool = False, rounds: int | None =
             (f"a decoder with layers: {shape.layers}, hidden size {shape.hidden}", shape),
         ):
             result.tables += measure_engine(title, engine_on(adapter.device, each), adapter, rounds, blocks)
-    result.notes.append("ratios are of the bare replay of the same graph; `rest` is what no part below accounts for")
+    result.notes.append(
+        "`more` and ratios are over the bare replay of a graph of the same forward that was captured without this "
+        "package; `own` is the runner's graph; `rest` is what no part accounts for"
+    )
     return result

@@ -45,8 +45,12 @@ def attend_uniform(
         return launch(query, cache.keys[layer], cache.values[layer], block_tables, seq_lens, scale)
     requests = seq_lens.shape[0]
     per_request = query.shape[0] // requests
-    keys, values = (held[layer][block_tables].flatten(1, 2) for held in (cache.keys, cache.values))
-    places = torch.arange(keys.shape[1], device=query.device)
+    places = torch.arange(block_tables.shape[1] * cache.block_size, device=query.device)
+    # Whoever had the blocks before may have left numbers that are none, and no weight of 0 takes these away.
+    foreign = (places >= seq_lens[:, None])[..., None, None]
+    keys, values = (
+        held[layer][block_tables].flatten(1, 2).masked_fill_(foreign, 0) for held in (cache.keys, cache.values)
+    )
     ends = seq_lens[:, None] - per_request + torch.arange(per_request, device=query.device)
     visible = places <= ends[..., None]
     by_request = query.unflatten(0, (requests, per_request))

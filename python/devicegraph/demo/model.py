@@ -72,7 +72,6 @@ class Model:
     """
 
     def __init__(self, transformer: Any) -> None:
-        fuse_norms(transformer)
         self.transformer = transformer
         self.vocabulary: int = transformer.get_input_embeddings().num_embeddings
         self.device: torch.device = transformer.device
@@ -83,6 +82,7 @@ class Model:
             raise self.unusable("it has no attention heads")
         self._heads = getattr(config, "num_key_value_heads", None) or query_heads
         self._width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+        fuse_norms(transformer)
 
     def make_cache(self, blocks: int, block_size: int) -> Cache:
         """A paged cache for its keys and values."""

@@ -58,7 +58,9 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], sources: Sequence[
         (sampling.temperature, sampling.top_p, source.random())
         for sampling, source in zip(samplings, sources, strict=True)
     ]
-    temperature, top_p, number = torch.tensor(numbers).to(logits.device)[..., None].unbind(1)
+    temperature, top_p, number = (
+        torch.tensor(numbers, dtype=torch.float32, device="cpu").to(logits.device)[..., None].unbind(1)
+    )
     logits = logits.float()
     # From the largest on, so that a temperature near 0, which may be 0 in this type, makes nothing infinite.
     below = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(torch.finfo(logits.dtype).tiny)

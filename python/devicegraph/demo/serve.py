@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devicegraph.demo.checkpoint import load_checkpoint
-from devicegraph.demo.engine import EAGER, Engine
+from devicegraph.demo.engine import EAGER, Engine, check_draft
 from devicegraph.demo.graphs import DecodeOutput
 from devicegraph.demo.model import ATTENTION, register_attention
 from devicegraph.devices import get_device_adapter
@@ -62,7 +62,7 @@ class PhaseResult:
     """What the steps of one phase did.
 
     Attributes:
-        tokens: tokens that went through the model.
+        tokens: tokens that went through the model; in steps that verify, proposed ones too.
         graph_seconds: what they took through the runner.
         eager_seconds: what they took eagerly, unpadded.
     """
@@ -76,14 +76,39 @@ class PhaseResult:
 
 
 @dataclass
+class Speculation:
+    """What became of proposals.
+
+    Attributes:
+        proposed: tokens.
+        accepted: those that were right.
+        rows: requests in steps that verified; each gets a token in any case.
+    """
+
+    proposed: int
+    accepted: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that steps which verify have decided."""
+        return self.rows + self.accepted
+
+
+@dataclass
 class DemoResult:
-    """Everything that a run of the demo shows."""
+    """Everything that a run of the demo shows.
+
+    Attributes:
+        speculation: None where nothing is proposed.
+    """
 
     model: str
     device: str
     config: CudaGraphConfig
     answers: list[Answer]
     phases: dict[Step, PhaseResult]
+    speculation: Speculation | None = None
 
     @property
     def prefill(self) -> PhaseResult:
@@ -181,7 +206,10 @@ def serve(checkpoint: Checkpoint, options: DemoOptions) -> DemoResult:
         results = {kind: phase.finish() for kind, phase in phases.items()}
     finally:
         engine.close()
-    return DemoResult(checkpoint.name, str(engine.model.device), options.config, answers, results)
+    speculation = None
+    if "verify" in results:
+        speculation = Speculation(engine.proposed, engine.accepted, results["verify"].metrics.raw_rows)
+    return DemoResult(checkpoint.name, str(engine.model.device), options.config, answers, results, speculation)
 
 
 class CheckedPhase:
@@ -245,7 +273,8 @@ class CheckedPhase:
 
 def _load(options: DemoOptions) -> Checkpoint:
     register_attention()
-    return load_checkpoint(options.model, get_device_adapter(options.device).device, ATTENTION)
+    check = None if options.draft_layers is None else partial(check_draft, options.draft_layers, options.proposals)
+    return load_checkpoint(options.model, get_device_adapter(options.device).device, ATTENTION, check)
 
 
 def _make_engine(checkpoint: Checkpoint, options: DemoOptions, prompts: Sequence[list[int]]) -> Engine:

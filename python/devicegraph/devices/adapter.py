@@ -223,12 +223,8 @@ class DeviceAdapter(ABC):
         """Whether a graph can begin with the fill kernel, so that a step only points that at its sources."""
         return False
 
-    def filling_graph(self) -> DeviceGraph:
-        """An empty graph that will begin with the fill kernel; only where `fills_in_graphs`."""
-        return self.graph()
-
     def record_fill(self) -> None:  # noqa: B027 - nothing to record where graphs do not fill
-        """Launches the fill kernel on the current stream with nothing to do, as what such a graph begins with."""
+        """Launches the fill kernel on the current stream with nothing to do: what a graph begins with that fills."""
 
     def fill_node(self, graph: Any) -> FillNode | None:
         """The fill kernel in such a graph, once it is captured; None where it cannot be told apart."""

@@ -38,20 +38,28 @@ class CudaGraph(AcceleratorGraph):
 
 
 class KeptCudaGraph(CudaGraph):
-    """A graph that is kept beside its executable, so that it can be looked into."""
-
-    def keep(self, pool: GraphMemoryPool) -> None:
-        """Counts a finished capture on its pool, and makes it executable."""
-        super().keep(pool)
-        self.raw.instantiate()
-
-
-class UpdatableCudaGraph(CudaGraph):
-    """A recording, on the device of a number, that is kept for an executable that takes turns."""
+    """A graph on the device of a number that is kept beside its executable, so that it can be looked into."""
 
     def __init__(self, raw: Any, index: int) -> None:
         super().__init__(raw)
         self._index = index
+
+    def keep(self, pool: GraphMemoryPool) -> None:
+        """Counts a finished capture on its pool, and makes it executable."""
+        super().keep(pool)
+        kernel_on(self._index).replace_memsets(graph=self.raw.raw_cuda_graph())
+        self.make_executable()
+
+    def make_executable(self) -> None:
+        """Makes what replays launch."""
+        self.raw.instantiate()
+
+
+class UpdatableCudaGraph(KeptCudaGraph):
+    """A recording that is kept for an executable that takes turns."""
+
+    def make_executable(self) -> None:
+        """Leaves that to whoever shares executables out."""
 
     def instantiate(self) -> None:
         """See `UpdatableGraph`."""
@@ -108,8 +116,10 @@ class CudaDevice(AcceleratorDevice):
         return Availability(True)
 
     def graph(self) -> CudaGraph:
-        """An empty graph."""
+        """An empty graph. Where graphs can be looked into, memsets become kernels: see `FillKernel.replace_memsets`."""
         with torch.cuda.device(self.device):
+            if self.fills_in_graphs:
+                return KeptCudaGraph(torch.cuda.CUDAGraph(keep_graph=True), self.device.index)
             return CudaGraph(torch.cuda.CUDAGraph())
 
     def updatable_graph(self) -> UpdatableCudaGraph:
@@ -125,11 +135,6 @@ class CudaDevice(AcceleratorDevice):
     def fills_in_graphs(self) -> bool:
         """Whether this torch lets its graphs be looked into, and the driver has the fill kernel."""
         return _shows_executables() and why_no_kernel(self.device) is None
-
-    def filling_graph(self) -> CudaGraph:
-        """See `DeviceAdapter.filling_graph`."""
-        with torch.cuda.device(self.device):
-            return KeptCudaGraph(torch.cuda.CUDAGraph(keep_graph=True))
 
     def record_fill(self) -> None:
         """See `DeviceAdapter.record_fill`."""

@@ -73,7 +73,7 @@ class TapeMemory:
         with torch.inference_mode(False):
             # The storage owns `block`, and the finalizer of `block` is what gives the memory back.
             storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-            return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, stride)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in one of the segments."""
@@ -92,7 +92,7 @@ class TapeMemory:
         offset = distance // tensor.itemsize + tensor.storage_offset()
         storage = self._segments[segment].untyped_storage()
         with torch.inference_mode(False):
-            view = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+            view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, tensor.shape, tensor.stride())
             if tensor.is_conj():
                 view = view.conj()
             return torch._neg_view(view) if tensor.is_neg() else view
@@ -106,6 +106,6 @@ class TapeMemory:
 
     def _open_segment(self) -> None:
         with torch.inference_mode(False):
-            segment = torch.empty(self._arena.segments[-1], dtype=torch.uint8)
+            segment = torch.empty(self._arena.segments[-1], dtype=torch.uint8, device="cpu")
         self._segments.append(segment)
         self._addresses.append(segment.data_ptr())

@@ -28,6 +28,7 @@ from devicegraph.integrations.paged import (
     build_paged_registry,
     register_carry_over,
 )
+from devicegraph.slots import shown
 from devicegraph.verifying import verify
 
 if TYPE_CHECKING:
@@ -127,12 +128,12 @@ class ContinuousBatchingGraphs:
 
         if not isinstance(manager, ContinuousBatchingManager):
             raise ConfigError(
-                f"manager: {manager!r} is no `ContinuousBatchingManager`",
+                f"manager: {shown(manager)} is no `ContinuousBatchingManager`",
                 code="wrong-type",
                 hint="pass what `model.init_continuous_batching(...)` returns",
             )
         if config is not None and not isinstance(config, CudaGraphConfig):
-            raise ConfigError(f"config: {config!r} is no `CudaGraphConfig`", code="wrong-type")
+            raise ConfigError(f"config: {shown(config)} is no `CudaGraphConfig`", code="wrong-type")
         self.manager = manager
         self._config = CudaGraphConfig() if config is None else config
         self._key_sizes = sorted(
@@ -187,6 +188,9 @@ class ContinuousBatchingGraphs:
 
         Each batch writes its keys and values once more where it has written them, so that what other requests have put
         there since is lost: call it between generations, when no request is active. Waits for the device, often.
+
+        Returns:
+            A report, which is not true where no batch was kept.
 
         Raises:
             ReplayError: `manager-running`, or the graphs are closed.
@@ -376,8 +380,11 @@ def _check_covered(model: Any, processor: Any) -> None:
     if processor.logit_processor.tensors_required:
         found.append("processors of logits with values for each request")
     if found:
+        hint = "let transformers run on its own graphs"
+        if attention not in _ATTENTION and len(found) == 1:
+            hint = f"load the model with attn_implementation=`paged|sdpa`, or {hint}"
         raise BackendError(
             f"continuous batching is set up with what has no graphs here: {'; '.join(found)}",
             code="mode-not-covered",
-            hint="load the model with attn_implementation=`paged|sdpa`, or let transformers run on its own graphs",
+            hint=hint,
         )

@@ -66,7 +66,8 @@ def build_decode_registry(
         register_global_num_tokens: adds `global_num_tokens_gpu` and `global_num_tokens_for_logprob_gpu`, int32: the
             tokens of the bucket with a gathered buffer, else the batch's own values.
         require_gathered_buffer: the tokens of a bucket are spread over the attention's tensor-parallel ranks, and
-            gathered: the non-padded count is that of this rank's share, and the global counts are the bucket's.
+            gathered: every bucket is a multiple of `attn_tp_size` tokens, the non-padded count is that of this rank's
+            share, and the global counts are the bucket's.
         require_mlp_tp_gather: the global counts have a number for each of `num_dp_ranks`, else a single one.
         num_dp_ranks: data-parallel ranks; needed for that.
         attn_tp_size: the attention's tensor-parallel ranks.
@@ -272,20 +273,18 @@ class _Counts:
         self._global_ranks = dp_ranks if require_mlp_tp_gather else 1
         #: What the tokens of every bucket are a multiple of.
         self.token_alignment = 1
+        if is_gathered:
+            self.spread()
 
     def slots(self, enable_num_token_non_padded: bool, register_global_num_tokens: bool) -> Iterator[GraphSlot]:
         """The slots of the counts that are asked for."""
         if enable_num_token_non_padded:
-            share = None
-            if self._is_gathered:
-                self.spread("num_token_non_padded")
-                share = Share(self._rank, self.ranks)
-            yield from fields.non_padded_count(share)
+            yield from fields.non_padded_count(Share(self._rank, self.ranks) if self._is_gathered else None)
         if register_global_num_tokens:
             yield from fields.global_counts(self._global_ranks, is_gathered=self._is_gathered)
 
-    def spread(self, slot: str) -> None:
-        """Notes that the tokens of every bucket are shared out evenly, for the sake of a slot."""
+    def spread(self, slot: str | None = None) -> None:
+        """Notes that the tokens of every bucket are shared out evenly among the ranks."""
         if self._max_num_token % self.ranks:
             message = f"`max_num_token`: {self._max_num_token} tokens are no equal shares for {self.ranks} ranks"
             hint = "take a multiple of `attn_tp_size`"

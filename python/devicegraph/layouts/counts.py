@@ -42,11 +42,16 @@ class NonPaddedCount:
 
     def __call__(self, context: FillContext) -> Any:
         """The count of the whole bucket."""
-        live = self._live(context)
-        return live if self._share is None else self._within(live, 0, context.padded_num_tokens)
+        live, tokens = self._live(context), context.padded_num_tokens
+        if self._share is None:
+            return live
+        if tokens % self._share.ranks:
+            what = f"{tokens} tokens are no equal shares for {self._share.ranks} ranks"
+            raise fault(NON_PADDED, "bucket-not-divisible", what, hint="capture multiples of `attn_tp_size` tokens")
+        return self._within(live, 0, tokens)
 
     def halves(self, context: FillContext) -> Any:
-        """The counts of the two halves of the bucket."""
+        """The counts of the two halves of the bucket; where halves have no equal shares, nobody splits it."""
         live, middle = self._live(context), context.padded_num_tokens // 2
         counts = [self._within(live, start, middle) for start in (0, middle)]
         return torch.cat(counts) if isinstance(live, torch.Tensor) else counts
@@ -65,9 +70,6 @@ class NonPaddedCount:
     def _within(self, live: Any, start: int, length: int) -> Any:
         """How many of the first `live` tokens lie in this rank's share of `length` tokens from `start` on."""
         rank, ranks = self._share or Share(0, 1)
-        if length % ranks:
-            what = f"{length} tokens are no equal shares for {ranks} ranks"
-            raise fault(NON_PADDED, "bucket-not-divisible", what, hint="capture multiples of `attn_tp_size` tokens")
         share = length // ranks
         start += rank * share
         if isinstance(live, torch.Tensor):

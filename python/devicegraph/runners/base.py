@@ -20,9 +20,12 @@ from devicegraph.parallel import Proposal
 from devicegraph.runners.capture import ask_ranks
 from devicegraph.runners.capturing import CapturingRunner
 from devicegraph.runners.decision import EAGER, Decision
+from devicegraph.slots import shown
 from devicegraph.verifying import verify_capture
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from devicegraph._core import FillNode
     from devicegraph.runners.captured import CapturedGraph
     from devicegraph.runners.shape_key import ShapeKey
@@ -89,6 +92,7 @@ class BaseCudaGraphRunner(CapturingRunner):
 
         Raises:
             ReplayError: the runner is closed or paused.
+            SlotError: `wrong-shape`: encoded lengths on the host that are not those of the batch's requests.
         """
         self._check_running()
         return self._decide(forward_batch, *self._sizes(forward_batch))
@@ -108,7 +112,10 @@ class BaseCudaGraphRunner(CapturingRunner):
             ReplayError: the runner is closed or paused.
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
-        self._begin_step(forward_batch)
+        self._check_running()
+        return self._run(forward_batch) if self.hooks.pre_replay is None else self._begun(self._run, forward_batch)
+
+    def _run(self, forward_batch: Any) -> Any:
         bs, num_tokens = self._sizes(forward_batch)
         decision = self._decide(forward_batch, bs, num_tokens)
         if decision.key is not None:
@@ -130,7 +137,12 @@ class BaseCudaGraphRunner(CapturingRunner):
             ReplayError: the batch cannot be replayed, with the decision's code; the runner is closed or paused.
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
-        self._begin_step(forward_batch)
+        self._check_running()
+        if self.hooks.pre_replay is None:
+            return self._replay_as(forward_batch, decision)
+        return self._begun(self._replay_as, forward_batch, decision)
+
+    def _replay_as(self, forward_batch: Any, decision: Decision | None) -> Any:
         bs, num_tokens = self._sizes(forward_batch)
         key = self._graph_for(forward_batch, decision, bs, num_tokens)
         return self._replay(forward_batch, key, bs, num_tokens)
@@ -173,7 +185,15 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     def _sizes(self, forward_batch: Any) -> tuple[int, int]:
         """Requests and tokens of a live batch, as plain integers: they are keys."""
-        bs, num_tokens = self.hooks.sizes(forward_batch)
+        sizes = self.hooks.sizes(forward_batch)
+        try:
+            bs, num_tokens = sizes
+        except (TypeError, ValueError) as error:
+            raise ReplayError(
+                f"the engine's `sizes` gave `{shown(sizes)}`, no pair of numbers",
+                code="sizes-unknown",
+                hint="return the requests and the tokens of the batch",
+            ) from error
         if type(bs) is int is type(num_tokens) and bs >= 0 <= num_tokens:
             return bs, num_tokens
         return as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
@@ -188,7 +208,7 @@ class BaseCudaGraphRunner(CapturingRunner):
             decision = EAGER["variant-unknown"]
         elif isinstance(size, str):
             decision = EAGER[size]
-        elif size and self._why_eager is not None and (refusal := self._why_eager(forward_batch)) is not None:
+        elif size and self._why_eager is not None and (refusal := self._why_eager(forward_batch, bs)) is not None:
             decision = EAGER[refusal]
         else:
             decision = self._decide_for(forward_batch, size, variant)
@@ -212,7 +232,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         present = self.buffer_registry.presence(forward_batch)
         if present != graph.exposed and not idle:
             registry = self.buffer_registry
-            if missing := registry.missing_required(present):
+            if missing := registry.missing_required(present, graph.exposed):
                 return Decision("field-missing", fields=missing)
             if unexpected := registry.unexpected(present, graph.exposed):
                 return Decision("field-unexpected", fields=unexpected)
@@ -398,10 +418,11 @@ class BaseCudaGraphRunner(CapturingRunner):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin_step(self, forward_batch: Any) -> None:
-        self._check_running()
-        if self.hooks.pre_replay is not None:
-            self.hooks.pre_replay(forward_batch)
+    def _begun(self, step: Callable[..., Any], forward_batch: Any, *rest: Any) -> Any:
+        """A step with the hook before it, whose doing is undone with the step's where either fails."""
+        with unchanged_on_failure(forward_batch):
+            self.hooks.pre_replay(forward_batch)  # type: ignore[misc]  # there is one
+            return step(forward_batch, *rest)
 
     def _check_running(self) -> None:
         if self._state != "open":

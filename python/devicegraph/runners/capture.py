@@ -125,20 +125,29 @@ def find_rows(runner: CapturingRunner, label: str | None, shapes: dict[int, list
     shapes = {size: found for size, found in shapes.items() if size in graphs}
     if not shapes:
         return
-    told = next((graph.axes for size, graph in graphs.items() if size not in shapes), runner.output_axes)
-    axes = _infer(runner, label, shapes.copy()) if told is None else told
-    for size, found in shapes.items():
-        check_row_axes(axes, found, size)
-        graphs[size].axes = axes
+    older = [graph for size, graph in graphs.items() if size not in shapes]
+    axes = runner.output_axes
+    if axes is None:
+        axes = next((graph.axes for graph in older if graph.axes is not None), None)
+    if axes is None:
+        axes = _infer(runner, label, shapes.copy())
+    if axes is not None:
+        for size, found in shapes.items():
+            check_row_axes(axes, found, size)
+    for size in shapes:
+        graphs[size].find_rows(axes)
+    for graph in older:
+        if graph.axes is None:
+            graph.find_rows(axes)
 
 
 def _infer(
     runner: CapturingRunner, label: str | None, shapes: dict[int, list[tuple[int, ...]]]
-) -> Sequence[RowAxis | None]:
+) -> Sequence[RowAxis | None] | None:
     largest = max(shapes)
     first = shapes.pop(largest)
     if largest == 1:
-        return [None] * len(first)  # a bucket of one unit is never cut
+        return None  # one unit has all rows
     if not shapes:
         smaller, found = _run_smaller(runner, label, largest)
         shapes[smaller] = found

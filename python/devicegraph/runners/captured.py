@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devicegraph.outputs import replace_tensors, tensors_of
+from devicegraph.outputs import RowAxis, replace_tensors, tensors_of
 from devicegraph.runners.decision import Decision
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from devicegraph._core import FillNode
     from devicegraph.devices import GraphMemoryPool
-    from devicegraph.outputs import RowAxis
     from devicegraph.runners.shape_key import ShapeKey
 
 
@@ -25,7 +24,7 @@ class CapturedGraph:
         key: the graph's key.
         decision: the decision for this graph, made once.
         exposed: the plain slots that the captured batch exposed, as the registry's mask.
-        axes: where the rows of each tensor of the output are; set once all sizes are captured.
+        axes: where the rows of each tensor of the output are; None as long as only one row was seen, which is not cut.
         launch: what replays it where the backend has to be asked for nothing else; else None.
         node: the fill that it begins with; None where it is filled before.
         counts: replays so far, by live size.
@@ -63,7 +62,7 @@ class CapturedGraph:
         self.node = node
         self.decision = Decision("graph", key)
         self.exposed = exposed
-        self.axes: Sequence[RowAxis | None] = ()
+        self.axes: Sequence[RowAxis | None] | None = None
         self.counts: dict[int, int] = {}
         self.is_dropped = False
         self._pool = pool
@@ -83,6 +82,11 @@ class CapturedGraph:
     def __del__(self) -> None:
         self.drop()
 
+    def find_rows(self, axes: Sequence[RowAxis | None] | None) -> None:
+        """Says where the rows of each tensor of the output are."""
+        self.axes = axes
+        self._trimmed.clear()
+
     def count(self, size: int) -> None:
         """Counts a replay with so many live units."""
         self.counts[size] = self.counts.get(size, 0) + 1
@@ -96,11 +100,14 @@ class CapturedGraph:
         """The output with the rows of `size` live units: views, or copies with `clone`."""
         tensors = self._trimmed.get(size)
         if tensors is None:
+            axes = self.axes
+            if axes is None:  # all rows are one unit's; where it is nobody's, there is none
+                axes = [RowAxis(0) if size == 0 and tensor.dim() > 0 else None for tensor in self._tensors]
             tensors = self._trimmed[size] = [
                 tensor if axis is None else tensor.narrow(axis.axis, 0, axis.rows(size))
-                for tensor, axis in zip(self._tensors, self.axes, strict=True)
+                for tensor, axis in zip(self._tensors, axes, strict=True)
             ]
-        if clone:
-            tensors = [tensor.clone() for tensor in tensors]
-        # Containers are made anew for each step, since samplers like to write into them.
+        # Containers and tensors are made anew for each step: callers like to write into the ones, and to reshape the
+        # others in place.
+        tensors = [tensor.clone() if clone else tensor.detach() for tensor in tensors]
         return tensors[0] if isinstance(self._output, torch.Tensor) else replace_tensors(self._output, tensors)

@@ -17,6 +17,7 @@ from devicegraph.layouts import build_decode_registry
 from devicegraph.runners.base import BaseCudaGraphRunner
 from devicegraph.runners.parts import check_choice
 from devicegraph.runners.tbo import TboCudaGraphRunnerPlugin
+from devicegraph.slots import fault, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         self.mode = mode
         self.num_tokens_per_bs = as_count("num_tokens_per_bs", num_tokens_per_bs)
         if not isinstance(tbo, TboCudaGraphRunnerPlugin | None):
-            raise ConfigError(f"tbo: {tbo!r} is no `TboCudaGraphRunnerPlugin`", code="wrong-type")
+            raise ConfigError(f"tbo: {shown(tbo)} is no `TboCudaGraphRunnerPlugin`", code="wrong-type")
         self.tbo = tbo
         super().__init__(
             model_runner,
@@ -173,19 +174,31 @@ class DecodeCudaGraphRunner(BaseCudaGraphRunner):
         return bs if num_tokens == bs * self.num_tokens_per_bs else "not-uniform"
 
 
-def why_not_uniform(forward_batch: Any) -> str | None:
+def why_not_uniform(forward_batch: Any, requests: int) -> str | None:
     """The code of the decision for encoded lengths of which some are zero and some are not; None for all others.
 
     They are read where that waits for nothing: from the batch's `encoder_lens_cpu`, a sequence of numbers or a tensor
     on the host, or from `encoder_lens` itself if that is there. Padded rows are in neither.
+
+    Raises:
+        SlotError: `wrong-shape`: those on the host are not one for each request. Of `encoder_lens` a fill says it.
     """
     lengths, on_host = read_fields(forward_batch, ("encoder_lens", "encoder_lens_cpu"))
+    if on_host is not None:
+        given: object = f"a `{type(on_host).__name__}`"
+        if hasattr(on_host, "shape"):
+            given = list(on_host.shape)
+        elif hasattr(on_host, "__len__"):
+            given = [len(on_host)]
+        if given != [requests]:
+            what = f"the batch has {given} for {requests} requests"
+            raise fault("encoder_lens_cpu", "wrong-shape", what, expected=[requests], given=given)
     known = lengths if on_host is None else on_host
     if isinstance(known, torch.Tensor):
         if known.device.type != "cpu":
             return "encoder-lens-unknown"
         known = known.tolist()
-    if not known or min(known) > 0 or max(known) <= 0:
+    if known is None or len(known) == 0 or min(known) > 0 or max(known) <= 0:
         return None
     return "encoder-lens-mixed"
 

@@ -22,6 +22,7 @@ from devicegraph.runners.profiling import profile_captures
 from devicegraph.runners.progress import show_progress
 from devicegraph.runners.ranges import mark_steps, nvtx_ranges
 from devicegraph.runners.shape_key import ShapeKey
+from devicegraph.slots import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class RunnerParts(ABC):
             *(("output_axes", axis, RowAxis) for axis in output_axes or ()),
         ):
             if not isinstance(value, kind) and (value is not None or name == "config"):
-                raise ConfigError(f"{name}: {value!r} is no `{kind.__name__}`", code="wrong-type")
+                raise ConfigError(f"{name}: {shown(value)} is no `{kind.__name__}`", code="wrong-type")
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
@@ -109,8 +110,9 @@ class RunnerParts(ABC):
         self.graphs: dict[ShapeKey, CapturedGraph] = {}
         #: Which of them takes a size and a variant, as found before; emptied with every change of `graphs`.
         self._routes: dict[tuple[int, str | None], CapturedGraph] = {}
-        #: What looks at a batch for a reason against a graph: the decision's code; None where nothing has to.
-        self._why_eager: Callable[[Any], str | None] | None = None
+        #: What looks at a batch of so many requests for a reason against a graph: the decision's code; None where
+        #: nothing has to.
+        self._why_eager: Callable[[Any, int], str | None] | None = None
         self._row_axes: dict[str, int] | None = None
         self._traces = 0
         #: Whether the engine prepares metadata on the static batch of a step.
@@ -208,17 +210,23 @@ class RunnerParts(ABC):
             return forward(batch) if key is None else arrived(forward(batch))
 
     def run_idle(self, size: int, variant_label: str | None = None) -> Any:
-        """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output."""
-        batch = self._idle_batch(self._make_graph_key(size, variant_label))
-        self._prepare_metadata(batch, None)
-        return self._run_forward(batch, None)
+        """Runs the forward eagerly on an idle batch of any size; what it returns shows the shapes of an output.
+
+        With a key, as all batches that the engine has not made itself: without one it may look for what its own have.
+        """
+        key = self._make_graph_key(size, variant_label)
+        batch = self._idle_batch(key)
+        self._prepare_metadata(batch, key)
+        with batch_in_use(batch):
+            if self._prepare_in_graph is not None:
+                self._prepare_in_graph(batch, key)
+            return self.model_runner.forward(batch)
 
     def share_rows(self, size: int) -> int | None:
         """The rows of this rank's share of the tokens of a bucket; None where every rank has all of them."""
-        ranks = self.buffer_registry.alignment[1]
+        ranks = self.buffer_registry.token_alignment
         tokens = self._padded_sizes(size, self._idle_requests(size))[1]
-        is_spread = self.buffer_registry.token_alignment > 1 or (tokens // size) % ranks > 0
-        return tokens // ranks if ranks > 1 and is_spread else None
+        return tokens // ranks if ranks > 1 else None
 
     def _find_row_axes(self, smallest: int, largest: int) -> dict[str, int]:
         """Along which axis each slot's view grows with the bucket; slots that do not grow are left out."""

@@ -15,6 +15,7 @@ from torch.profiler import profile, record_function
 
 from devicegraph.errors import ConfigError
 from devicegraph.runners.ranges import mark_steps
+from devicegraph.runners.wrapping import unheld
 
 if TYPE_CHECKING:
     from devicegraph.report import CaptureReport
@@ -34,7 +35,8 @@ def profile_captures(runner: BaseCudaGraphRunner, folder: str | os.PathLike[str]
     given: object = folder
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"profile: {given!r} is no path of a folder", code="wrong-type")
-    capture, capture_key = runner.capture, runner.capture_key
+    capture, capture_key = unheld(runner.capture), unheld(runner.capture_key)
+    name, phase = f"{runner.purpose}-rank{runner.hooks.rank}", runner.phase
 
     @functools.wraps(capture)
     def profiled() -> CaptureReport:
@@ -42,7 +44,7 @@ def profile_captures(runner: BaseCudaGraphRunner, folder: str | os.PathLike[str]
         Path(folder).mkdir(parents=True, exist_ok=True)
         with profile(record_shapes=True) as profiler:
             report = capture()
-        base = _free_name(Path(folder), f"{runner.purpose}-rank{runner.hooks.rank}")
+        base = _free_name(Path(folder), name)
         profiler.export_chrome_trace(f"{base}.json")
         table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=ROWS)
         Path(f"{base}.txt").write_text(table, encoding="utf-8")
@@ -50,7 +52,7 @@ def profile_captures(runner: BaseCudaGraphRunner, folder: str | os.PathLike[str]
 
     @functools.wraps(capture_key)
     def marked(key: ShapeKey) -> Any:
-        with record_function(f"devicegraph {runner.phase}, {key}: capture"):
+        with record_function(f"devicegraph {phase}, {key}: capture"):
             return capture_key(key)
 
     runner.capture, runner.capture_key = profiled, marked  # type: ignore[method-assign]

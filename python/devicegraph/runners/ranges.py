@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from devicegraph.errors import BackendError
+from devicegraph.runners.wrapping import unheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,11 +48,12 @@ def nvtx_ranges(runner: Any) -> Callable[[str], AbstractContextManager[Any]]:
 
 def mark_steps(runner: Any, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
     """Wraps what a step of a `BaseCudaGraphRunner` consists of, each part in a range of its own."""
+    phase: str = runner.phase
 
     def range_of(what: str, key: ShapeKey | None) -> AbstractContextManager[Any]:
-        return open_range(f"devicegraph {runner.phase}, {'eager' if key is None else key}: {what}")
+        return open_range(f"devicegraph {phase}, {'eager' if key is None else key}: {what}")
 
-    fill, prepare, launch = runner._fill, runner._prepare_metadata, runner._launch
+    fill, prepare, launch = map(unheld, (runner._fill, runner._prepare_metadata, runner._launch))
 
     @functools.wraps(fill)
     def marked_fill(forward_batch: Any, key: ShapeKey, *sizes: Any) -> None:

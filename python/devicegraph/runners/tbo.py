@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from devicegraph.batches import read_fields, replaced, set_field, showing_proxies
 from devicegraph.errors import ConfigError
+from devicegraph.runners.wrapping import unheld
 from devicegraph.slots import GraphSlot, buffer_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class TboCudaGraphRunnerPlugin:
     The static batch has its halves as `tbo_children`, a pair of batches of its own class, and where the second begins
     as `tbo_split_seq_index`. A half has the slots of the batch as views of its rows, its own `batch_size`, and as
     `tbo_parent_token_range` the tokens of the batch that it has. Counts that the factories compute are those of the
-    half; other slots without rows are the same in both. What is no slot is the batch's own.
+    half, as are those of an engine's own `value_fn` that has a method `halves(context)`, the numbers of the first and
+    behind them those of the second; other slots without rows are the same in both. What is no slot is the batch's own.
 
     `prepare_metadata`, `upgrade_metadata` and `prepare_in_graph` run for the batch and then for each half, whose key is
     the graph's with the number of the half, 0 or 1, as its `stream_idx`: a side table has an entry for each.
@@ -42,7 +44,8 @@ class TboCudaGraphRunnerPlugin:
 
     def __init__(self) -> None:
         """A plugin for one runner."""
-        self._runner: BaseCudaGraphRunner | None = None
+        self._buffers: CudaGraphBufferRegistry | None = None
+        self._tokens_per_request = 1
         #: The views of both halves, by bucket and number of slots.
         self._views: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {}
 
@@ -52,7 +55,7 @@ class TboCudaGraphRunnerPlugin:
         Raises:
             ConfigError: `plugin-in-use` by another runner; `slot-not-splittable`. The runner's registry is as it was.
         """
-        if self._runner is not None:
+        if self._buffers is not None:
             raise ConfigError(
                 "tbo: the plugin belongs to another runner", code="plugin-in-use", hint="make one for each runner"
             )
@@ -61,10 +64,11 @@ class TboCudaGraphRunnerPlugin:
             for slot in registry.slots:
                 self._check(runner, slot)
         for slot in registry.slots:
-            if hasattr(slot.value_fn, "halves") and not registry.has_slot(f"{CHILDREN}.{slot.name}"):
+            if _counts_halves(slot) and not registry.has_slot(f"{CHILDREN}.{slot.name}"):
                 registry.register_slot(_of_both_halves(slot))
-        self._runner = runner
-        whole, in_graph = runner._prepare_metadata, runner._prepare_in_graph
+        self._buffers = registry
+        _, self._tokens_per_request = runner._padded_sizes(1, 1)
+        whole, in_graph = unheld(runner._prepare_metadata), runner._prepare_in_graph
 
         def prepare_metadata(batch: Any, key: ShapeKey | None) -> None:
             if key is not None:
@@ -91,7 +95,8 @@ class TboCudaGraphRunnerPlugin:
         Raises:
             SlotError: `field-not-settable`: the batch's class has no place for what a half, or the batch, shows.
         """
-        requests, tokens = self._half(key.size)
+        requests = key.size // 2
+        tokens = requests * self._tokens_per_request
         kept = (key.size, len(self._registry.slot_names))
         both = self._views.get(kept)
         if both is None:
@@ -111,27 +116,22 @@ class TboCudaGraphRunnerPlugin:
 
     @property
     def _registry(self) -> CudaGraphBufferRegistry:
-        assert self._runner is not None  # attached before anything is split
-        return self._runner.buffer_registry
-
-    def _half(self, size: int) -> tuple[int, int]:
-        """Requests and tokens of a half."""
-        assert self._runner is not None  # attached before anything is split
-        requests, tokens = self._runner._padded_sizes(size, size)
-        return requests // 2, tokens // 2
+        assert self._buffers is not None  # attached before anything is split
+        return self._buffers
 
     def _views_of(self, requests: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
         first: dict[str, Any] = {}
         second: dict[str, Any] = {}
         for slot in self._registry.slots:
             prefix, _, name = slot.name.rpartition(".")
-            if prefix == "":
+            if _counts_halves(slot):
+                counts = buffer_of(self._registry.get_slot(f"{CHILDREN}.{name}")).view(2, *buffer_of(slot).shape)
+                first[name], second[name] = counts[0], counts[1]
+            elif prefix == "":
                 first[name], second[name] = _cut(slot, requests, tokens)
             elif prefix == PROXIES:
                 both = (first.setdefault(PROXIES, {}), second.setdefault(PROXIES, {}))
                 both[0][name], both[1][name] = _cut(slot, requests, tokens)
-        for name, counts in self._registry.group(CHILDREN, padded_bs=0, padded_num_tokens=0).items():
-            first[name], second[name] = counts.chunk(2)
         return first, second
 
     def _check(self, runner: BaseCudaGraphRunner, slot: GraphSlot) -> None:
@@ -139,11 +139,16 @@ class TboCudaGraphRunnerPlugin:
         prefix, _, name = slot.name.rpartition(".")
         smallest = min(runner.buckets)
         requests, tokens = (size // 2 for size in runner._padded_sizes(smallest, smallest))
+        registry, of_halves = runner.buffer_registry, f"{CHILDREN}.{slot.name}"
         reason = None
-        if slot.axis == "none":
-            if name in COUNTS and not prefix and not hasattr(slot.value_fn, "halves"):
+        if _counts_halves(slot):
+            known = registry.get_slot(of_halves) if registry.has_slot(of_halves) else None
+            if known is not None and known.value_fn != _halves_of(slot):
+                reason = f"has its halves counted in `{of_halves}`, which is another slot already"
+        elif slot.axis == "none":
+            if name in COUNTS and not prefix:
                 reason = "counts tokens of the whole batch"
-        elif prefix == PROXIES and runner.buffer_registry.token_alignment > 1:
+        elif prefix == PROXIES and registry.token_alignment > 1:
             reason = "has a rank's share of the whole batch, which is no share of either half"
         elif [2 * part.numel() for part in _cut(slot, requests, tokens)] != [
             slot.slice_for(2 * requests, 2 * tokens).numel()
@@ -171,15 +176,24 @@ def _cut(slot: GraphSlot, requests: int, tokens: int) -> tuple[torch.Tensor, tor
     return first, whole.narrow(dim, first.shape[dim], whole.shape[dim] - first.shape[dim])
 
 
+def _counts_halves(slot: GraphSlot) -> bool:
+    """Whether a slot without rows has a function that counts for either half."""
+    return slot.axis == "none" and "." not in slot.name and hasattr(slot.value_fn, "halves")
+
+
+def _halves_of(slot: GraphSlot) -> Any:
+    counts: Any = slot.value_fn
+    return counts.halves
+
+
 def _of_both_halves(slot: GraphSlot) -> GraphSlot:
     """The slot with a computed count of either half, one behind the other."""
-    rows = buffer_of(slot).shape[0]
-    halves: Any = slot.value_fn
+    length = buffer_of(slot).numel()
     return GraphSlot(
         f"{CHILDREN}.{slot.name}",
-        lambda _bs, _tokens: (2 * rows,),
+        lambda _bs, _tokens: (2 * length,),
         slot.dtype,
         axis="none",
         source_device=slot.source_device,
-        value_fn=halves.halves,
+        value_fn=_halves_of(slot),
     )

@@ -49,7 +49,7 @@ class Batch:
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
         self.x, self.bias, self.total = (torch.zeros(size, WIDTH, device=model.device) for _ in range(3))
-        self.mask = torch.ones(size, size).tril().to(model.device)
+        self.mask = torch.ones(size, size, device=model.device).tril()
 
     def draw(self, seed: int) -> None:
         """Puts other values into the input."""
@@ -145,4 +145,4 @@ class WideModel(Model):
 
 
 def _small_numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed), device="cpu").float()

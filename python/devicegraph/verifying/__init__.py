@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from devicegraph.batches import read_fields, replaced
+from devicegraph.batches import read_fields, replaced, showing_proxies
+from devicegraph.errors import CaptureError, DeviceGraphError
 from devicegraph.verifying.proofs import Proofs, Step
 from devicegraph.verifying.report import SkippedBatch, VerifyReport
 
@@ -74,10 +75,12 @@ def verify(
         SlotError: `bad-state`, `bad-value` or `unknown-slot` for an argument; a batch with a field that does not fit.
     """
     runner._check_running()
+    pre_replay = runner.hooks.pre_replay
     proofs = Proofs(runner, state, poisons or {}, {**TOLERANCES, **(tolerances or {})})
     steps, skipped = [], []
     for number, batch in enumerate(batches):
-        runner._begin_step(batch)
+        if pre_replay is not None:
+            pre_replay(batch)
         decision = runner.can_run(batch)
         if decision.key is None:
             skipped.append(SkippedBatch(number, decision.code))
@@ -91,7 +94,7 @@ def verify(
             and key._replace(size=0) == decision.key._replace(size=0)
             and runner.backend.can_run(batch, key)  # type: ignore[union-attr]
         ]
-        steps.append(Step(number, batch, bs, num_tokens, keys))
+        steps.append(Step(number, batch, bs, num_tokens, keys, batch))
     return proofs.run(steps, skipped)
 
 
@@ -100,17 +103,34 @@ def verify_capture(runner: BaseCudaGraphRunner) -> VerifyReport:
 
     The rows of an idle batch are padding themselves, so that integers have one valid value only: what padded indices
     and lengths do to real rows shows on live batches only.
+
+    Raises:
+        CaptureError: `verify-failed`: the engine does not run eagerly on an idle batch.
     """
     if runner.hooks.verify_batches is not None:
         return verify(runner, runner.hooks.verify_batches())
     proofs = Proofs(runner, None, {}, dict(TOLERANCES))
     steps = [_idle_step(runner, number, key) for number, key in enumerate(runner.graphs)]
-    return proofs.run(steps, [])
+    try:
+        return proofs.run(steps, [])
+    except DeviceGraphError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{runner.phase}: the graphs cannot be verified on idle batches: {type(error).__name__}: {error}",
+            code="verify-failed",
+            hint="give the engine `verify_batches()`: live batches, which have what an eager step needs",
+            phase=runner.phase,
+        ) from error
 
 
 def _idle_step(runner: BaseCudaGraphRunner, number: int, key: ShapeKey) -> Step:
-    """An idle batch that takes half of a graph's rows, or all of them where the forward does not run at that size."""
-    half = key.size // 2
+    """An idle batch that takes half of a graph's rows, or all of them where half of them cannot be compared.
+
+    That is where the forward does not run at that size, and where an output is a rank's share of the whole bucket.
+    """
+    is_share = runner.share_rows(key.size) is not None and None in (runner.graphs[key].axes or ())
+    half = 0 if is_share else key.size // 2
     with torch.no_grad():
         if half:
             try:
@@ -120,8 +140,17 @@ def _idle_step(runner: BaseCudaGraphRunner, number: int, key: ShapeKey) -> Step:
         size = half or key.size
         idle = runner._idle_batch(key._replace(size=size))
     bs, num_tokens = runner._padded_sizes(size, runner._idle_requests(size))
-    names = [slot.name for slot in runner.buffer_registry.slots if slot.is_plain]
-    found = zip(names, read_fields(idle, names), strict=True)
-    # The rows are views of the buffers that are to be poisoned.
-    own = {name: rows.clone() for name, rows in found if isinstance(rows, torch.Tensor)}
-    return Step(number, replaced(idle, own, {}), bs, num_tokens, [key])
+    # The rows are views of the buffers that are to be poisoned. What a fill computes is left out, as it would be taken
+    # for the batch's own; an eager step finds what the replay will have computed.
+    slots = [slot for slot in runner.buffer_registry.slots if "." not in slot.name and slot.copy_from_fb]
+    own: dict[str, torch.Tensor | None] = {}
+    computed = []
+    for slot, rows in zip(slots, read_fields(idle, [slot.name for slot in slots]), strict=True):
+        if isinstance(rows, torch.Tensor):
+            own[slot.name] = rows.clone() if slot.value_fn is None else None
+            computed += [] if slot.value_fn is None else [slot]
+    sent = runner.buffer_registry.group("pp_proxy_tensors", padded_bs=bs, padded_num_tokens=num_tokens)
+    batch = showing_proxies(replaced(idle, own, {}), {name: rows.clone() for name, rows in sent.items()})
+    runner._fill_now(batch, key, bs, num_tokens)
+    shown = {slot.name: slot.slice_for(bs, num_tokens).clone() for slot in computed}
+    return Step(number, batch, bs, num_tokens, [key], replaced(batch, shown, {}))

@@ -34,13 +34,14 @@ POINTS: Final = "its rows point into the state"
 
 
 class Step(NamedTuple):
-    """A batch, its sizes, and the graphs that take it."""
+    """A batch, its sizes, the graphs that take it, and what an eager step gets: it may show what a fill computes."""
 
     number: int
     batch: Any
     bs: int
     num_tokens: int
     keys: list[ShapeKey]
+    eager: Any
 
 
 class Proofs:
@@ -111,7 +112,7 @@ class Proofs:
 
     def _eager(self, step: Step) -> Result:
         self._reset()
-        batch = replaced(step.batch, {}, {})  # hooks leave things on it
+        batch = replaced(step.eager, {}, {})  # hooks leave things on it
         self.runner._prepare_metadata(batch, None)
         return self._result(self.runner._run_forward(batch, None))
 

@@ -126,8 +126,10 @@ class VerifyReport:
 
     def __str__(self) -> str:
         found = _count(len(self.findings), "finding") if self.findings else "nothing found"
-        graphs = f"{_count(len(self.verified), 'graph')} verified, {len(self.padded)} of them with padding"
-        lines = [f"{self.phase}: {graphs}: {found}", *(f"  {finding}" for finding in self.findings)]
+        graphs = f"{_count(len(self.verified), 'graph')} verified, {len(self.padded)} of them with padding: {found}"
+        if not self.verified:
+            graphs = f"nothing verified: {'no graph takes a batch' if self.skipped else 'there is no batch'}"
+        lines = [f"{self.phase}: {graphs}", *(f"  {finding}" for finding in self.findings)]
         if self.missed:
             lines.append(f"  not verified, as no batch fits: {', '.join(map(str, self.missed))}")
         lines += [f"  batch {each.batch} runs eagerly: {each.code}" for each in self.skipped]

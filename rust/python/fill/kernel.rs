@@ -28,6 +28,12 @@ impl FillKernel {
         Ok(Some(FillNode { device: self.0.clone(), executable, node, pending: Mutex::default() }))
     }
 
+    /// Makes the memsets of a graph kernels; how many there were, and how many are left.
+    #[pyo3(signature = (*, graph))]
+    fn replace_memsets(&self, graph: u64) -> PyResult<(usize, usize)> {
+        Ok(self.0.replace_memsets(graph)?)
+    }
+
     /// Makes an executable one of another graph of the same topology.
     #[pyo3(signature = (*, executable, graph))]
     fn update_executable(&self, executable: u64, graph: u64) -> PyResult<bool> {

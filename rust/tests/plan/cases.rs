@@ -119,8 +119,8 @@ pub(crate) fn slots() -> impl Strategy<Value = SlotLayout> {
                         axis,
                         policy,
                         dtype: DType::parse(dtype).unwrap(),
-                        shape: shape.clone(),
-                        strides,
+                        shape: shape.clone().into(),
+                        strides: strides.into(),
                         dim,
                         rows,
                         capacity: capacity(axis),
@@ -154,10 +154,10 @@ pub(crate) fn cases(sizes: [usize; 4]) -> impl Strategy<Value = Case> {
         }
         let other = if slot.device == "cpu" { "cuda:0" } else { "cpu" };
         let source = (present && slot.feed != Feed::Elsewhere).then(|| Source {
-            dtype: if width % 3 == 0 { cast } else { slot.dtype.name() }.to_owned(),
+            dtype: if width % 3 == 0 { cast } else { slot.dtype.name() }.to_owned().into(),
             shape: shape.clone(),
-            device: if away && rows % 3 == 0 { other.to_owned() } else { slot.device.clone() },
-            strides: stepped(&shape, if strided && rows % 4 == 0 { 2 } else { 1 }),
+            device: if away && rows % 3 == 0 { other.into() } else { slot.device.clone().into() },
+            strides: stepped(&shape, if strided && rows % 4 == 0 { 2 } else { 1 }).into(),
         });
         let span = 1 + slot.shape.iter().zip(&slot.strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>();
         let item = prop::collection::vec(-100_i64..100, span);

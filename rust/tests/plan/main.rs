@@ -132,9 +132,9 @@ proptest! {
                     let last = source.shape.len() - 1;
                     source.shape[last] = case.slot.shape[last];
                 }
-                source.dtype = if narrow { "int16" } else { case.slot.dtype.name() }.to_owned();
-                source.device.clone_from(&case.slot.device);
-                source.strides = stepped(&source.shape, 1);
+                source.dtype = if narrow { "int16" } else { case.slot.dtype.name() }.into();
+                source.device = case.slot.device.clone().into();
+                source.strides = stepped(&source.shape, 1).into();
             }
         }
         let plan = plan(sizes, &cases, false).unwrap();
@@ -158,8 +158,8 @@ fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
         axis: Axis::Tokens,
         policy: PaddingPolicy::Zero,
         dtype: DType::parse(dtype).unwrap(),
-        shape: shape.to_vec(),
-        strides: stepped(shape, 1),
+        shape: shape.into(),
+        strides: stepped(shape, 1).into(),
         dim: shape.len().saturating_sub(1),
         rows: Rows::EACH,
         capacity: MAX_TOKENS,
@@ -173,7 +173,12 @@ fn slot(name: &str, dtype: &str, shape: &[usize]) -> SlotLayout {
 }
 
 fn source(dtype: &str, shape: &[usize]) -> Source {
-    Source { dtype: dtype.to_owned(), shape: shape.to_vec(), device: "cuda:0".to_owned(), strides: stepped(shape, 1) }
+    Source {
+        dtype: dtype.to_owned().into(),
+        shape: shape.into(),
+        device: "cuda:0".into(),
+        strides: stepped(shape, 1).into(),
+    }
 }
 
 fn planned(slots: Vec<SlotLayout>, sizes: [usize; 4], sources: &[Source]) -> Result<FillPlan, SlotFault> {
@@ -190,8 +195,8 @@ fn a_decode_step_is_one_call_in_the_widest_type_that_its_slots_share() {
     let sources = [source("int64", &[5]), source("int64", &[5]), source("int64", &[3, 5])];
     let plan = planned(slots.clone(), [0, 0, 5, 8], &sources).unwrap();
     assert_eq!((plan.calls(), plan.groups[0].to.name()), (1, "int64"));
-    assert_eq!(plan.groups[0].heads[2].runs.offsets, [0, 24, 48], "each plane is a run");
-    assert_eq!(plan.groups[0].tails[2].runs.offsets, [5, 29, 53]);
+    assert_eq!(plan.groups[0].heads[2].runs.offsets[..], [0, 24, 48], "each plane is a run");
+    assert_eq!(plan.groups[0].tails[2].runs.offsets[..], [5, 29, 53]);
 
     let narrower = [slots, vec![slot("cache_loc", "int32", &[24])]].concat();
     let sources = [sources.to_vec(), vec![source("int32", &[5])]].concat();
@@ -202,7 +207,7 @@ fn a_decode_step_is_one_call_in_the_widest_type_that_its_slots_share() {
 #[test]
 fn a_full_buffer_is_one_run_whatever_its_planes() {
     let plan = planned(vec![slot("mrope", "int64", &[3, 24])], [0, 0, 24, 24], &[source("int64", &[3, 24])]).unwrap();
-    assert_eq!(plan.groups[0].heads[0].runs.offsets, [0]);
+    assert_eq!(plan.groups[0].heads[0].runs.offsets[..], [0]);
     assert!(plan.groups[0].tails.is_empty());
 }
 
@@ -307,7 +312,7 @@ fn every_refusal_names_slot_and_both_sides() {
     let prefix = || SlotLayout { dim: 0, prefix: true, ..slot("pages", "int32", &[24, 6]) };
     let given = || SlotLayout { feed: Feed::Function, ..plain() };
     let quarter = || SlotLayout { rows: Rows { base: 0, step: 1, unit: 3 }, ..plain() };
-    let on_host = Source { device: "cpu".to_owned(), ..source("int64", &[5]) };
+    let on_host = Source { device: "cpu".into(), ..source("int64", &[5]) };
     insta::assert_snapshot!(refused(plain(), source("int64", &[3])), @"slot `positions`: the source has 3 rows, the batch 5 [wrong-rows]");
     insta::assert_snapshot!(refused(plain(), source("int64", &[1])), @"slot `positions`: the source has 1 row, the batch 5 [wrong-rows]");
     insta::assert_snapshot!(refused(plain(), source("int64", &[5, 1])), @"slot `positions`: the source has shape [5, 1], expected [5] [wrong-shape]");

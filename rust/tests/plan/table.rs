@@ -103,7 +103,7 @@ proptest! {
         for (index, case) in cases.iter().enumerate() {
             let mut source = case.source.clone();
             if let Some(source) = &mut source {
-                source.device.clone_from(&case.slot.device);
+                source.device = case.slot.device.clone().into();
             }
             let planner = Planner::new(vec![case.slot.clone()], MAX_BS, MAX_TOKENS);
             let work = planner.work(&checked(sizes), &[source.clone()], false).unwrap();
@@ -118,7 +118,7 @@ proptest! {
         for case in cases.iter().filter(|case| case.slot.feed == Feed::Function && case.slot.shape.len() == 1) {
             let Some(source) = &case.source else { continue };
             let planner = Planner::new(vec![case.slot.clone()], MAX_BS, MAX_TOKENS);
-            let given = Given::Number(Source { device: case.slot.device.clone(), ..source.clone() });
+            let given = Given::Number(Source { device: case.slot.device.clone().into(), ..source.clone() });
             let work = planner.work(&checked(sizes), &[Some(given.source().clone())], false).unwrap();
             let buffer = Buffer { address: address(0), pad_bits: PAD_VALUE.cast_unsigned() };
             let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
