@@ -6,6 +6,7 @@ import copy
 import pickle
 import textwrap
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,6 +80,21 @@ def test_any_read_is_as_of_an_ordinary_tensor_until_the_next_replay_and_refused_
     runner.run(engine.batch([3]))
     with pytest.raises(dg.ReplayError) as caught:
         read(output)
+    assert caught.value.code == "stale-output"
+
+
+def test_a_replay_that_fails_raises_what_it_met_and_may_have_overwritten_outputs(
+    runner: Any, engine: ToyEngine
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("the device is gone")
+
+    output = runner.run(engine.batch([3, 5]))
+    (graph,) = (graph for key, graph in runner.graphs.items() if key.size == 2)
+    with mock.patch.object(graph, "launch", broken), pytest.raises(RuntimeError, match="the device is gone"):
+        runner.run(engine.batch([3, 5]))
+    with pytest.raises(dg.ReplayError) as caught:
+        output.sum()
     assert caught.value.code == "stale-output"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -257,7 +259,7 @@ def test_every_decision_has_its_code() -> None:
         assert runner.can_run(engine.batch([3])).code == "disabled"
         batch = engine.batch([3, 4])
         assert torch.equal(runner.run(batch), eager(engine, batch))
-        assert runner.metrics().eager == {"disabled": 1}
+        assert (runner.metrics().eager, runner.metrics().recompiles) == ({"disabled": 1}, 0)
 
 
 def test_requests_of_unequal_length_are_not_taken_for_a_uniform_batch() -> None:
@@ -482,6 +484,19 @@ def test_an_idle_rank_joins_whatever_its_batch_lacks_and_not_with_a_variant_it_h
         assert ranks.proposals == [dg.Proposal(False, 0)]
 
 
+def test_an_idle_rank_joins_without_a_field_that_live_batches_need() -> None:
+    engine = ToyEngine(max_bs=4)
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    registry.register_slot(dg.GraphSlot("needed", lambda bs, tokens: (bs,), torch.int64, axis="bs", required=True))
+    engine.make_batch = lambda views, key: {**views, "batch_size": key.size}
+    engine.forward = lambda batch: batch["input_ids"] * 2 + batch["needed"]
+    engine.vote = lambda proposal: dg.Proposal(True, 3)
+    with captured(engine, bs=[4], registry=registry) as runner:
+        assert runner.can_run(vars(engine.batch([3, 3]))).code == "field-missing"
+        assert runner.can_run({}).key == dg.ShapeKey(4)
+        assert runner.run({}).shape == (0,)
+
+
 def test_ranks_stop_together_when_one_of_them_fails_at_a_bucket() -> None:
     proposals = []
 
@@ -518,6 +533,17 @@ def test_a_vote_is_cast_once_in_a_step_and_once_for_each_captured_bucket() -> No
     decision = runner.can_run(engine.batch([3, 3]))
     runner.replay(engine.batch([3, 3]), decision)
     assert ranks.proposals == [dg.Proposal(True, 2)] * 2
+
+
+def test_a_rank_whose_batch_has_no_size_votes_for_no_graph_and_no_size() -> None:
+    ranks = Ranks([2], bs=[4])
+    (runner,), (engine,) = ranks.runners, ranks.engines
+    runner.capture()
+    ranks.proposals.clear()
+    batch = engine.batch([3, 3])
+    batch.batch_size = 1
+    assert runner.can_run(batch).code == "not-uniform"
+    assert ranks.proposals == [dg.Proposal(False, 0)]
 
 
 def test_ranks_with_the_same_batches_vote_on_captures_alone_where_they_say_so() -> None:
@@ -969,10 +995,69 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
     assert torch.equal(runner.run(batch), eager(engine, batch))
     runner.close()
     runner.close()
-    for step in (runner.run, runner.replay, runner.can_run, lambda _: runner.capture(), lambda _: runner.resume()):
+    anew = (
+        lambda _: runner.capture(),
+        lambda _: runner.resume(),
+        lambda _: runner.pause(),
+        lambda _: runner.__enter__(),
+    )
+    for step in (runner.run, runner.replay, runner.can_run, *anew):
         with pytest.raises(dg.ReplayError) as caught:
             step(batch)
         assert caught.value.code == "closed"
+
+
+def test_a_decision_for_a_graph_that_was_dropped_since_is_refused() -> None:
+    engine = ToyEngine(max_bs=4)
+    with captured(engine, bs=[2, 4]) as runner:
+        batch = engine.batch([3, 5])
+        decision = runner.can_run(batch)
+        runner.drop_graph(decision.key)
+        for step in (runner.replay, runner.replay_prepare):
+            with pytest.raises(dg.ReplayError) as caught:
+                step(batch, decision)
+            assert caught.value.code == "bucket-dropped"
+        assert runner.can_run(batch).key == dg.ShapeKey(4)
+
+
+def test_functions_of_slots_get_what_the_stage_before_has_sent_in_every_step() -> None:
+    engine, seen = ToyEngine(max_bs=4), []
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    registry.register_slot(
+        dg.GraphSlot(
+            "given", lambda bs, tokens: (bs,), torch.int64, axis="bs",
+            source_fn=lambda batch, context: seen.append(context.pp_proxy_tensors),
+        )
+    )  # fmt: skip
+    batches = [engine.batch([3, 5]) for _ in range(2)]
+    for sent, batch in enumerate(batches):
+        batch.pp_proxy_tensors = {"sent": sent}
+    with captured(engine, bs=[4], registry=registry) as runner:
+        seen.clear()
+        for batch in batches:
+            runner.run(batch)
+    assert seen == [{"sent": 0}, {"sent": 1}]
+
+
+def test_a_pause_waits_for_the_work_in_flight() -> None:
+    with captured(ToyEngine(max_bs=4)) as runner:
+        with mock.patch.object(runner.adapter, "synchronize", wraps=runner.adapter.synchronize) as waits:
+            runner.pause()
+        assert waits.call_count == 1
+
+
+def test_static_buffers_can_be_filled_by_hand() -> None:
+    engine, proxies, seen = ToyEngine(max_bs=4), object(), []
+    with captured(engine) as runner:
+        slot = dg.GraphSlot("given", lambda bs, tokens: (bs,), torch.int64, axis="bs",
+                            source_fn=lambda batch, context: seen.append(context.pp_proxy_tensors))  # fmt: skip
+        runner.buffer_registry.register_slot(slot)
+        batch = engine.batch([3, 5, 2])
+        sizes = {"raw_bs": 3, "padded_bs": 4, "raw_num_tokens": 3, "padded_num_tokens": 4}
+        runner.populate_from_forward_batch(batch, **sizes, pp_proxy_tensors=proxies)
+        assert runner.buffer_registry.get_slot("seq_lens").buffer.tolist() == [3, 5, 2, 1]
+        assert torch.equal(runner.buffer_registry.get_slot("input_ids").buffer[:3], batch.input_ids)
+        assert seen == [proxies]
 
 
 def test_replay_of_a_batch_that_the_decision_was_not_made_for_is_refused_and_not_counted() -> None:
@@ -1066,6 +1151,13 @@ def test_sizes_may_be_the_integers_of_other_libraries() -> None:
         batch.batch_size = 2.0
         with pytest.raises(dg.SlotError) as caught:
             runner.run(batch)
+        assert caught.value.code == "not-a-size"
+        batch.batch_size, count = 2, torch.tensor(2)
+        runner.hooks.sizes = lambda batch: (batch.batch_size, count)
+        assert torch.equal(runner.run(batch), want)
+        count = 2.0
+        with pytest.raises(dg.SlotError) as caught:
+            runner.can_run(batch)
         assert caught.value.code == "not-a-size"
 
 
@@ -1296,7 +1388,45 @@ def test_sizes_to_capture_follow_configuration_and_limits() -> None:
     assert dg.get_batch_sizes_to_capture(engine, config=config(bs=[3], backend="tc_piecewise")) == ([3], [3])
     engine.limits = dg.Limits(max_bs=6, max_num_tokens=9)
     assert dg.get_batch_sizes_to_capture(engine, config=config(), num_tokens_per_bs=3) == ([1, 2, 3], [])
+    assert dg.get_batch_sizes_to_capture(engine, config=config(), num_tokens_per_bs=9) == ([1], [])
     assert isinstance(engine.batch([3]), Batch)
+
+
+@pytest.mark.parametrize(("streams", "count"), [(12, 3), (15, 3), (16, 4), (3, 1)])
+def test_no_more_buckets_are_captured_than_the_device_has_streams_for(
+    streams: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(dg.get_device_adapter("cpu")), "stream_limit", streams)
+    engine = Variants(max_bs=8)
+    engine.variants, engine.streams_per_graph = ("one", "other"), 2
+    sizes, _ = dg.get_batch_sizes_to_capture(engine, config=config(bs=[1, 2, 3, 4, 8]))
+    assert len(sizes) == count
+    assert max(sizes) == 8
+
+
+def test_a_bucket_is_a_multiple_of_what_gives_each_rank_its_tokens() -> None:
+    for tokens, unit in ((1, 4), (2, 2), (4, 1), (6, 2), (8, 1)):
+        engine = ToyEngine(max_bs=12, tokens_per_request=tokens)
+        registry = dg.build_decode_registry(
+            device="cpu", max_bs=12, max_num_token=12 * tokens, seq_len_fill_value=1, num_tokens_per_bs=tokens
+        )
+        registry.token_alignment = 4
+        runner = runner_for(engine, registry=registry, bs=[4, 12])
+        assert runner.bucket_unit == unit
+        registry.register_slot(
+            dg.GraphSlot(
+                "pairs", lambda bs, tokens: (bs // 2,), torch.int64, axis="bs",
+                slice_fn=lambda buffer, size: buffer[: size // 2],
+            )
+        )  # fmt: skip
+        halved = runner_for(engine, registry=registry, bs=[4, 12], tbo=dg.TboCudaGraphRunnerPlugin())
+        assert (halved.alignment, halved.bucket_unit) == ((4, 8), math.lcm(4, 2 * unit))
+
+
+def test_buffers_are_as_large_as_the_largest_bucket() -> None:
+    for largest in (1, 3):
+        registry = runner_for(ToyEngine(max_bs=4, tokens_per_request=2), bs=[1, largest]).buffer_registry
+        assert (registry.max_bs, registry.max_num_tokens) == (largest, 2 * largest)
 
 
 def test_an_engine_with_nothing_but_a_forward_and_a_batch_works() -> None:

@@ -58,7 +58,14 @@ def runner(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("mirror", [None, list, tuple, np.array, torch.tensor])
 @pytest.mark.parametrize(
-    ("lengths", "code"), [([0, 0, 0], "graph"), ([4, 6, 2], "graph"), ([0, 6, 2], "encoder-lens-mixed")]
+    ("lengths", "code"),
+    [
+        ([0, 0, 0], "graph"),
+        ([4, 6, 2], "graph"),
+        ([1, 1, 6], "graph"),
+        ([0, 6, 2], "encoder-lens-mixed"),
+        ([1, 0, 1], "encoder-lens-mixed"),
+    ],
 )
 def test_uniform_lengths_replay_and_mixed_ones_run_eagerly_whatever_pads_them(
     runner: Any, lengths: list[int], code: str, mirror: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 
 import devicegraph as dg
 from devicegraph import native
-from devicegraph._core import FillKernel
+from devicegraph._core import FillKernel, FillNode
 from devicegraph.devices import get_device_adapter
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def registry_of(*slots: dg.GraphSlot, **options: Any) -> dg.CudaGraphBufferRegis
     return registry
 
 
-def ids(name: str = "ids", **options: Any) -> dg.GraphSlot:
+def ids(name: str = "ids", dtype: torch.dtype = torch.int64, **options: Any) -> dg.GraphSlot:
     return dg.GraphSlot(
-        name, lambda bs, tokens: (tokens,), torch.int64, **{"padding_policy": dg.PaddingPolicy.ZERO, **options}
+        name, lambda bs, tokens: (tokens,), dtype, **{"padding_policy": dg.PaddingPolicy.ZERO, **options}
     )
 
 
@@ -297,6 +298,57 @@ def test_a_fill_inside_a_capture_is_recorded() -> None:
     slot.buffer.fill_(3)
     graph.replay()
     assert slot.buffer.tolist() == [7, 8, 0, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_fill_that_a_graphs_node_cannot_do_is_done_at_once_and_leaves_the_node_nothing(is_recorded: bool) -> None:
+    adapter = get_device_adapter("cpu")
+    slot = ids()
+    registry = registry_of(slot, executor="foreach")
+    node = mock.Mock(spec=FillNode)
+    graph, pool = adapter.graph(), dg.GraphMemoryPool(adapter)
+    for numbers in ([5, 6], [7, 8], [9, 9]):
+        node.clear.reset_mock()
+        batch = {"ids": torch.tensor(numbers)}
+        recording = (
+            adapter.capture(graph, pool=pool, stream=adapter.stream(), capture_error_mode="thread_local")
+            if is_recorded and numbers == [7, 8]
+            else contextlib.nullcontext()
+        )
+        with recording:
+            registry.fill_in(node, batch, **SIZES)
+        if is_recorded and numbers == [7, 8]:
+            graph.replay()
+        assert slot.buffer.tolist() == [*numbers, 0, 0, 0, 0, 0, 0]
+        node.clear.assert_called_once_with()
+
+
+def test_a_function_that_gives_a_graphs_node_nothing_leaves_its_slot_alone() -> None:
+    given = ids("given", source_fn=lambda batch, context: None)
+    registry = registry_of(ids(), given, executor="foreach")
+    given.buffer.fill_(5)
+    registry.fill_in(mock.Mock(spec=FillNode), {"ids": torch.tensor([1, 2])}, **SIZES)
+    assert registry.get_slot("ids").buffer.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
+    assert given.buffer.tolist() == [5] * 8
+
+
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+def test_where_the_core_cannot_read_tensors_every_step_is_filled_all_the_same(executor: str) -> None:
+    with mock.patch.object(native, "EXCHANGE", None):
+        registry = registry_of(executor=executor)
+        for first in (1, 2, 3):
+            registry.fill_from({"ids": torch.tensor([first, 6])}, **SIZES)
+            assert registry.get_slot("ids").buffer.tolist()[:4] == [first, 6, 0, 0]
+
+
+def test_a_step_that_the_core_does_in_part_is_done_whole_every_time() -> None:
+    scale = ids("scale", dtype=torch.float8_e4m3fn, allow_narrowing=True)
+    registry = registry_of(ids(), scale, executor="native")
+    for first in (1, 2, 3):
+        batch = {"ids": torch.tensor([first, 6]), "scale": torch.tensor([0.5, first])}
+        registry.fill_from(batch, **SIZES)
+        assert registry.get_slot("ids").buffer.tolist()[:4] == [first, 6, 0, 0]
+        assert scale.buffer.float().tolist()[:4] == [0.5, first, 0, 0]
 
 
 @pytest.mark.parametrize("executor", ["foreach", "native"])

@@ -217,6 +217,13 @@ def test_slots_share_where_neither_can_tell(
     assert len(registries) == 2
 
 
+def test_a_registry_keeps_its_memory_to_itself_unless_it_is_told_to_share() -> None:
+    shares, keeps = registry_of(slot(ZERO)), CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8)
+    own = keeps.register_slot(slot(ZERO))
+    assert not keeps.share_pool
+    assert own.buffer.data_ptr() != shares.slots[0].buffer.data_ptr()
+
+
 def test_each_user_finds_its_own_padding_whatever_another_left() -> None:
     zeros, ones = slot(FILL_SENTINEL, 0), slot(FILL_SENTINEL, 1)
     a, b = registry_of(zeros), registry_of(ones)

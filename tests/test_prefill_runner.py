@@ -43,6 +43,22 @@ def test_the_default_buckets_go_up_to_the_engines_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "tokens", "code"),
+    [("meta", 64, "registry-device"), ("cpu", 31, "registry-too-small"), ("cpu", 32, None)],
+)
+def test_a_registry_has_to_be_on_the_engines_device_and_to_hold_the_largest_bucket(
+    device: str, tokens: int, code: str | None
+) -> None:
+    registry = dg.build_prefill_registry(device=device, max_bs=1, max_num_token=tokens)
+    if code is None:
+        assert runner_for(ToyPrefill(), registry=registry, bs=[32]).buffer_registry is registry
+        return
+    with pytest.raises(dg.ConfigError) as caught:
+        runner_for(ToyPrefill(), registry=registry, bs=[32])
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
     "requests",
     [
         [(1, 0, 5)],
@@ -114,6 +130,19 @@ def test_a_batch_whose_padding_more_than_doubles_its_work_runs_eagerly() -> None
         assert runner.can_run(engine.chunks([(1, 0, 16), (2, 0, 16)])).code == "graph"
     with captured(engine, bs=[64], max_padding_factor=64) as runner:
         assert runner.can_run(engine.chunks([(1, 0, 1)])).code == "graph"
+
+
+def test_a_padding_factor_of_one_replays_batches_that_fill_a_bucket_and_no_others() -> None:
+    engine = ToyPrefill()
+    with captured(engine, bs=[1, 4], max_padding_factor=1) as runner:
+        codes = [runner.can_run(engine.chunks([(1, 0, tokens)])).code for tokens in (1, 2, 3, 4)]
+        assert codes == ["graph", "padding-too-large", "padding-too-large", "graph"]
+
+
+def test_buffers_are_as_large_as_the_largest_bucket() -> None:
+    for largest in (1, 8):
+        with runner_for(ToyPrefill(), bs=[1, largest]) as runner:
+            assert runner.buffer_registry.max_num_tokens == largest
 
 
 @pytest.mark.parametrize("factor", [0, 0.5, True, float("nan"), -1, "2", None, []])

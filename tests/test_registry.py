@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import types
 from typing import Any, NamedTuple
 from unittest import mock
@@ -167,6 +168,29 @@ def test_padding_and_copies_come_before_hooks_which_run_in_order_of_registration
     assert order == ["first", "last"]
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_hooks_run_after_every_fill_in_every_mode_of_gradients(mode: Any) -> None:
+    hooked = by_token("hooked", post_fill=lambda buffer, batch, context: buffer[: context.raw_bs].mul_(2))
+    registry = registry_of(hooked)
+    with mode():
+        for _ in range(2):
+            registry.fill_from({"hooked": torch.tensor([1, 2])}, **sizes(2, 4))
+            assert hooked.buffer.tolist()[:4] == [2, 4, 0, 0]
+
+
+@pytest.mark.parametrize("executor", ["foreach", "native"])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_source_that_requires_grad_gives_its_buffer_no_history(dtype: torch.dtype, step: int, executor: Any) -> None:
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=8, max_num_tokens=8, executor=executor)
+    slot = registry.register_slot(by_token("x", dtype=torch.float32))
+    source = torch.ones(2 * step, requires_grad=True, dtype=dtype)[::step]
+    for _ in range(3):
+        registry.fill_from({"x": source}, **sizes(2, 4))
+        assert (slot.buffer.requires_grad, slot.buffer.grad_fn) == (False, None)
+        assert slot.buffer.tolist()[:4] == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("origin", ["source_fn", "value_fn"])
 def test_a_function_that_raises_leaves_every_buffer_as_it_was(origin: str) -> None:
     def broken(*arguments: object) -> torch.Tensor:
@@ -195,6 +219,15 @@ def test_a_hook_that_raises_leaves_all_slots_filled_and_the_next_fill_whole() ->
     is_broken[0] = False
     registry.fill_from({"ids": torch.tensor([3, 4])}, **sizes(2, 4))
     assert ids.buffer.tolist()[:2] == [3, 4]
+
+
+def test_functions_and_hooks_are_known_to_be_called() -> None:
+    for options, is_called in (
+        ({}, False),
+        ({"source_fn": lambda batch, context: None}, True),
+        ({"copy_from_fb": False, "post_fill": lambda buffer, batch, context: None}, True),
+    ):
+        assert registry_of(by_token("ids"), by_token("other", **options)).calls_functions is is_called
 
 
 # The idle step
@@ -449,10 +482,11 @@ def test_what_is_kept_for_a_size_is_not_found_by_what_equals_it() -> None:
     batch, bucket = {"ids": torch.arange(1)}, {"padded_bs": 1, "padded_num_tokens": 1}
     registry.fill_from(batch, **sizes(1, 1))
     registry.views(**bucket)
+    given = list(sizes(1, 1))
     for one in (True, 1.0, Stands(True), "1", None):
-        for name in sizes(1, 1):
-            with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
-                registry.fill_from(batch, **{**sizes(1, 1), name: one})
+        for names in itertools.chain.from_iterable(itertools.combinations(given, count) for count in range(1, 5)):
+            with pytest.raises(SlotError, match=rf"^`{names[0]}`: .* is no size \[not-a-size\]"):
+                registry.fill_from(batch, **{**sizes(1, 1), **dict.fromkeys(names, one)})
         for name in bucket:
             with pytest.raises(SlotError, match=rf"^`{name}`: .* is no size \[not-a-size\]"):
                 registry.views(**{**bucket, name: one})
@@ -670,13 +704,17 @@ def test_views_of_a_bucket_that_cannot_be_are_refused() -> None:
 
 def test_presence_tells_what_a_batch_brings() -> None:
     registry = registry_of(
-        by_token("ids", required=True), by_token("given", source_fn=lambda batch, context: None), by_request("lens")
+        by_token("ids", required=True),
+        by_token("given", source_fn=lambda batch, context: None),
+        by_request("lens"),
+        by_request("locs", required=True),
     )
-    both, one, none = {"ids": 1, "lens": 2}, types.SimpleNamespace(lens=2, ids=None), {}
-    masks = [registry.presence(batch) for batch in (both, one, none)]
-    assert masks == [0b11, 0b10, 0]
-    assert [registry.missing_required(mask) for mask in masks] == [(), ("ids",), ("ids",)]
-    assert registry.unexpected(masks[0], exposed_mask=masks[1]) == ("ids",)
+    all_of_them, some, none = {"ids": 1, "lens": 2, "locs": 3}, types.SimpleNamespace(lens=2, ids=None), {}
+    masks = [registry.presence(batch) for batch in (all_of_them, some, none)]
+    assert masks == [0b111, 0b010, 0]
+    assert [registry.missing_required(mask) for mask in masks] == [(), ("ids", "locs"), ("ids", "locs")]
+    assert registry.missing_required(0b011) == ("locs",)
+    assert registry.unexpected(masks[0], exposed_mask=masks[1]) == ("ids", "locs")
     assert registry.unexpected(masks[1], exposed_mask=masks[0]) == ()
 
 
@@ -749,6 +787,27 @@ def test_buffers_that_memory_cannot_address_are_refused_and_smaller_ones_are_not
     slot = registry.register_slot(GraphSlot("ids", lambda bs, tokens: (tokens,), torch.int64))
     registry.fill_from({"ids": torch.arange(3)}, raw_bs=1, padded_bs=2**62, raw_num_tokens=3, padded_num_tokens=8)
     assert slot.buffer.tolist()[:3] == [0, 1, 2]
+
+
+def test_buckets_are_multiples_of_what_gives_every_slot_whole_rows_and_every_rank_its_tokens() -> None:
+    def shared(name: str, count: int, axis: Any = "tokens") -> GraphSlot:
+        return GraphSlot(
+            name,
+            lambda bs, tokens: ((bs if axis == "bs" else tokens) // count,),
+            torch.int64,
+            axis=axis,
+            slice_fn=lambda buffer, size: buffer[: size // count],
+        )
+
+    registry = registry_of(by_token("ids"), by_request("lens"), planes(), max_bs=12, max_num_tokens=24)
+    assert registry.alignment == (1, 1)
+    registry.register_slot(shared("quarters", 4))
+    assert registry.alignment == (1, 4)
+    registry.register_slot(shared("sixths", 6))
+    registry.register_slot(shared("pairs", 2, axis="bs"))
+    assert registry.alignment == (2, 12)
+    registry.token_alignment = 8
+    assert registry.alignment == (2, 24)
 
 
 def test_a_later_slot_moves_nothing() -> None:

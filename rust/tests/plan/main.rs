@@ -205,6 +205,29 @@ fn a_decode_step_is_one_call_in_the_widest_type_that_its_slots_share() {
 }
 
 #[test]
+fn slots_of_one_type_are_moved_as_what_they_are() {
+    for dtype in ["float32", "bfloat16", "int64", "bool"] {
+        let slots = vec![slot("a", dtype, &[24]), slot("b", dtype, &[24])];
+        let plan = planned(slots, [0, 0, 5, 8], &[source(dtype, &[5]), source(dtype, &[5])]).unwrap();
+        let types: Vec<_> = plan.groups.iter().map(|group| (group.to.name(), group.from.name())).collect();
+        assert_eq!(types, [(dtype, dtype)]);
+    }
+}
+
+#[test]
+fn a_source_spans_the_elements_from_its_first_to_its_last() {
+    let spanned = |shape: &[usize], strides: &[usize]| {
+        Source { shape: shape.into(), strides: strides.into(), ..source("int64", &[]) }.span()
+    };
+    assert_eq!(spanned(&[], &[]), 1);
+    assert_eq!(spanned(&[5], &[1]), 5);
+    assert_eq!(spanned(&[3, 5], &[8, 1]), 21);
+    assert_eq!(spanned(&[4, 2], &[0, 3]), 4);
+    assert_eq!(spanned(&[4, 0], &[7, 1]), 0);
+    assert_eq!(spanned(&[2, 3], &[usize::MAX, 2]), usize::MAX);
+}
+
+#[test]
 fn a_full_buffer_is_one_run_whatever_its_planes() {
     let plan = planned(vec![slot("mrope", "int64", &[3, 24])], [0, 0, 24, 24], &[source("int64", &[3, 24])]).unwrap();
     assert_eq!(plan.groups[0].heads[0].runs.offsets[..], [0]);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use devicegraph::dtype::DType;
-use devicegraph::slot::Feed;
+use devicegraph::slot::{Feed, SlotLayout, SourceDevice};
 use devicegraph::step::{Planner, Source};
 use devicegraph::table::{Buffer, Entry, Given, LAUNCH_ENTRIES, Origin, Place, Table};
 use proptest::prelude::*;
@@ -135,6 +135,42 @@ proptest! {
                 .map(|(element, value)| written.0.get(&(0, element)).map_or(*value, |(new, _)| *new)).collect();
             prop_assert_eq!(after, specified(&number, sizes, false), "{:?}", case.slot);
         }
+    }
+}
+
+#[test]
+fn a_source_that_the_slots_memory_cannot_be_filled_from_directly_is_not_taken() {
+    for (slot_on, source_on) in [("cpu", "cuda:0"), ("cuda:0", "cuda:1")] {
+        let layout = crate::slot("ids", "int64", &[24]);
+        let layout = SlotLayout { device: slot_on.to_owned(), source_device: SourceDevice::Any, ..layout };
+        let given = Source { device: source_on.into(), ..crate::source("int64", &[5]) };
+        let planner = Planner::new(vec![layout.clone()], MAX_BS, MAX_TOKENS);
+        let work = planner.work(&checked([0, 0, 5, 8]), &[Some(given.clone())], false).unwrap();
+        let buffer = Buffer { address: address(0), pad_bits: 0 };
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 400 };
+        let mut table = Table::default();
+        assert!(!table.add(0, &layout, buffer, &work[0], Some(&Given::Tensor(given)), &place));
+        assert_eq!((table.host.len(), table.device.len(), table.staged.len()), (0, 0, 0));
+    }
+}
+
+#[test]
+fn an_entry_has_a_block_for_each_16_kib_that_it_writes_up_to_a_device_full() {
+    for (dtype, count, blocks) in [
+        ("uint8", 1, 1),
+        ("uint8", 1 << 14, 1),
+        ("uint8", (1 << 14) + 1, 2),
+        ("int64", 1 << 14, 8),
+        ("int64", 1 << 23, 2048),
+    ] {
+        let layout = SlotLayout { capacity: 1 << 23, ..crate::slot("ids", dtype, &[1 << 23]) };
+        let planner = Planner::new(vec![layout.clone()], MAX_BS, 1 << 23);
+        let work = planner.work(&checked([0, 0, 0, count]), &[None], false).unwrap();
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
+        let mut table = Table::default();
+        assert!(table.add(0, &layout, Buffer { address: address(0), pad_bits: 0 }, &work[0], None, &place));
+        table.finish();
+        assert_eq!(table.launches, [(0..1, blocks)], "{count} of {dtype}");
     }
 }
 
