@@ -194,6 +194,21 @@ def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
             assert torch.equal(runner.run(batch), eager(engine, batch))
 
 
+@pytest.mark.parametrize("form", [lambda rows: rows.squeeze(0), lambda rows: rows[:, 0].squeeze()])
+def test_one_request_whose_output_loses_a_dimension_gets_all_of_it(form: Any) -> None:
+    class Squeezing(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            return form(super().forward(batch))
+
+    engine = Squeezing(max_bs=4)
+    with runner_for(engine, bs=[1, 4]) as runner, runner.backend.capture_session():
+        for size in (1, 4):
+            runner.capture_one_shape(size)
+        for bs in (1, 3, 1, 4):
+            batch = engine.batch([3] * bs)
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+
+
 def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_step() -> None:
     engine = ToyEngine(max_bs=4)
     with captured(engine) as runner:

@@ -183,6 +183,29 @@ def test_a_stage_that_is_sent_nothing_replays_no_rows_of_the_step_before() -> No
         assert all((buffer == 7).all() for buffer in buffers.values())
 
 
+@pytest.mark.parametrize("options", [{"copy_from_fb": False}, {"source_fn": lambda batch, context: None}])
+def test_a_stage_whose_buffers_are_written_otherwise_needs_no_proxies_in_its_batches(options: Any) -> None:
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    shape = lambda bs, tokens: (tokens, 2)  # noqa: E731
+    registry.register_slot(dg.GraphSlot("pp_proxy_tensors.hidden", shape, torch.float32, **options))
+
+    class Stage:
+        device, limits = torch.device("cpu"), dg.Limits(max_bs=4, max_num_tokens=4)
+
+        def forward(self, batch: Any) -> Any:
+            return batch.pp_proxy_tensors["hidden"] + batch.input_ids[:, None]
+
+    config = dg.CudaGraphConfig(decode={"bs": [4]})
+    with dg.DecodeCudaGraphRunner(Stage(), config=config, registry=registry, output_axes=[dg.RowAxis(0)]) as runner:
+        runner.capture()
+        received = registry.get_slot("pp_proxy_tensors.hidden").buffer
+        for step in (1.0, 2.0):
+            received.fill_(step)
+            batch = SimpleNamespace(input_ids=torch.arange(3), batch_size=3)
+            assert runner.can_run(batch).code == "graph"
+            assert torch.equal(runner.run(batch), torch.arange(3)[:, None] + torch.full((3, 2), step))
+
+
 def test_a_graph_whose_batch_shows_no_proxies_takes_none() -> None:
     last = LastStage(0)
     last.make_batch = lambda views, key: SimpleNamespace(**views, batch_size=key.size, pp_proxy_tensors=None)  # type: ignore[attr-defined]

@@ -156,9 +156,10 @@ class CudaGraphBufferRegistry:
         self._required = sum(1 << bit for bit, name in enumerate(self._plain_names) if self._slots[name].required)
         #: Whether there are slots for what a pipeline stage before sends.
         self.has_proxies = any(slot.name.startswith("pp_proxy_tensors.") for slot in slots)
-        #: What a batch can have, as `presence` counts it, and the bit of the proxies there.
-        self._exposable = [*self._plain_names, *(["pp_proxy_tensors"] if self.has_proxies else [])]
-        self._proxies = 1 << len(self._plain_names) if self.has_proxies else 0
+        #: What a batch can have, as `presence` counts it, and the bit there of proxies that a slot reads from it.
+        are_read = any(getattr(slot.source_fn, "reads_proxies", False) for slot in slots)
+        self._exposable = [*self._plain_names, *(["pp_proxy_tensors"] if are_read else [])]
+        self._proxies = 1 << len(self._plain_names) if are_read else 0
         # A function may be any object that can be called, also one that is false.
         self._functions = [
             (index, slot) for index, slot in enumerate(slots) if slot.source_fn is not None or slot.value_fn is not None
@@ -432,7 +433,8 @@ class CudaGraphBufferRegistry:
     def presence(self, forward_batch: Any) -> int:
         """Which plain slots a batch has a value for: bit i stands for the i-th plain slot, in order of registration.
 
-        With slots for what a pipeline stage before sends, the bit behind them stands for `pp_proxy_tensors`.
+        With slots that read what a pipeline stage before sends from the batch, as those of `layouts` do, the bit behind
+        them stands for `pp_proxy_tensors`.
         """
         mask = 0
         for bit, value in enumerate(read_fields(forward_batch, self._exposable)):

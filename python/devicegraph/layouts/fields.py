@@ -128,6 +128,7 @@ def _proxy(name: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
             raise fault(f"pp_proxy_tensors.{name}", "field-missing", what, hint="send every tensor, or none at all")
         return tensor
 
+    read.reads_proxies = True  # type: ignore[attr-defined]  # see `CudaGraphBufferRegistry.presence`
     return read
 
 

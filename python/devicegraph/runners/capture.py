@@ -137,7 +137,7 @@ def find_rows(runner: CapturingRunner, label: str | None, shapes: dict[int, list
     for size in shapes:
         graphs[size].find_rows(axes)
     for graph in older:
-        if graph.axes is None:
+        if graph.axes is None and axes is not None and graph.has_rows(axes):
             graph.find_rows(axes)
 
 

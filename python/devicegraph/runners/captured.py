@@ -82,6 +82,13 @@ class CapturedGraph:
     def __del__(self) -> None:
         self.drop()
 
+    def has_rows(self, axes: Sequence[RowAxis | None]) -> bool:
+        """Whether the output has its rows, and no more, where others have theirs: one request may lose a dimension."""
+        return len(axes) == len(self._tensors) and all(
+            axis is None or (axis.axis < tensor.dim() and tensor.shape[axis.axis] == axis.rows(self.key.size))
+            for axis, tensor in zip(axes, self._tensors, strict=True)
+        )
+
     def find_rows(self, axes: Sequence[RowAxis | None] | None) -> None:
         """Says where the rows of each tensor of the output are."""
         self.axes = axes

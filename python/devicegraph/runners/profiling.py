@@ -15,7 +15,6 @@ from torch.profiler import profile, record_function
 
 from devicegraph.errors import ConfigError
 from devicegraph.runners.ranges import mark_steps
-from devicegraph.runners.wrapping import unheld
 
 if TYPE_CHECKING:
     from devicegraph.report import CaptureReport
@@ -35,7 +34,8 @@ def profile_captures(runner: BaseCudaGraphRunner, folder: str | os.PathLike[str]
     given: object = folder
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"profile: {given!r} is no path of a folder", code="wrong-type")
-    capture, capture_key = unheld(runner.capture), unheld(runner.capture_key)
+    # Bound: whoever has nothing but `runner.capture` captures. Such a runner waits for the collector when it goes.
+    capture, capture_key = runner.capture, runner.capture_key
     name, phase = f"{runner.purpose}-rank{runner.hooks.rank}", runner.phase
 
     @functools.wraps(capture)
