@@ -167,9 +167,9 @@ def test_inputs_that_another_stream_writes_are_read_behind_the_event_that_pre_re
     assert log == ["waited"]
 
 
-@pytest.mark.parametrize("option", ["none", "tbo", "nvtx", "profile"])
+@pytest.mark.parametrize("option", ["none", "tbo", "nvtx"])
 def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = dg.get_device_adapter("cpu")
     monkeypatch.setattr(type(adapter), "profiler_ranges", lambda adapter: (lambda name: None, lambda: None))
@@ -177,7 +177,6 @@ def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
         "none": {},
         "tbo": {"tbo": dg.TboCudaGraphRunnerPlugin()},
         "nvtx": {"nvtx": True},
-        "profile": {"profile": tmp_path},
     }[option]
     engine = ToyEngine(max_bs=4)
     runner = dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [2, 4]}), **options)

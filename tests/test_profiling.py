@@ -36,6 +36,12 @@ def test_a_capture_leaves_a_trace_with_a_range_for_each_graph_and_a_table(tmp_pa
         assert "aten::" in (folder / "decode-rank0.txt").read_text()
 
 
+def test_a_profiled_capture_needs_nobody_to_hold_its_runner(tmp_path: Path) -> None:
+    engine = ToyEngine(max_bs=2)
+    capture = runner_for(engine, tmp_path, bs=[2]).capture
+    assert len(capture().captured) == 1
+
+
 def test_profiles_of_later_captures_and_of_other_modes_and_ranks_stand_beside(tmp_path: Path) -> None:
     with runner_for(ToyEngine(), tmp_path, bs=[1]) as runner:
         runner.capture()

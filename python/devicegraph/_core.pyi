@@ -818,7 +818,7 @@ class FillKernel:
 
         The driver hands a memset over by itself on every launch, about a microsecond of host time each, and a graph of
         kernels alone at once, however many they are. What stays: a memset of another device's memory, of more than 16
-        MiB, or tied to other nodes by anything but a full wait.
+        MiB, or tied to other nodes by anything but a full wait, and all of a graph with allocations of its own.
 
         Args:
             graph: the `cudaGraph_t`; executables that were made of it before keep theirs.

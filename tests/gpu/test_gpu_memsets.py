@@ -33,7 +33,7 @@ def kinds_of(driver: ctypes.CDLL, graph: int) -> Counter[str]:
     for node in nodes:
         kind = ctypes.c_int()
         assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
-        kinds[KINDS[kind.value]] += 1
+        kinds[KINDS.get(kind.value, "other")] += 1
     return kinds
 
 
@@ -111,6 +111,23 @@ def test_one_that_the_driver_does_faster_stays(
     assert kinds_of(driver, graph.raw.raw_cuda_graph()) == {"memset": 1}
     graph.replay()
     assert not found.any()
+
+
+def test_those_of_a_graph_with_allocations_of_its_own_stay(
+    driver: ctypes.CDLL, adapter: dg.DeviceAdapter, memsets: Memsets
+) -> None:
+    found = torch.ones(64, dtype=torch.uint8, device="cuda")
+
+    def body() -> None:
+        stream, own = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), ctypes.c_ulonglong()
+        assert driver.cuMemAllocAsync(ctypes.byref(own), ctypes.c_size_t(64), stream) == 0
+        memsets.row(found, 1, 7, 0, 64)
+        assert driver.cuMemFreeAsync(own, stream) == 0
+
+    graph = captured(adapter, body)
+    assert kinds_of(driver, graph.raw.raw_cuda_graph()) == {"memset": 1, "other": 2}
+    graph.replay()
+    assert (found == 7).all()
 
 
 def test_they_keep_their_place_among_what_comes_before_and_after_on_all_streams(

@@ -8,6 +8,8 @@ use crate::error::DriverError;
 
 const KERNEL_NODE: c_int = 0;
 const MEMSET_NODE: c_int = 2;
+const ALLOCATION_NODE: c_int = 10;
+const FREE_NODE: c_int = 11;
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 const DEVICE_ORDINAL: c_int = 9;
@@ -83,25 +85,34 @@ impl Device {
     }
 
     fn nodes_of_kind(&self, graph: Handle, wanted: c_int) -> Result<Vec<Handle>, DriverError> {
-        let mut found = Vec::new();
+        Ok(self.nodes(graph)?.into_iter().filter(|(kind, _)| *kind == wanted).map(|(_, node)| node).collect())
+    }
+
+    /// The nodes of a graph, with their kinds.
+    fn nodes(&self, graph: Handle) -> Result<Vec<(c_int, Handle)>, DriverError> {
         // SAFETY: the graph is the caller's.
-        for node in unsafe { listed("cuGraphGetNodes", self.driver.graph_nodes, graph) }? {
+        let nodes = unsafe { listed("cuGraphGetNodes", self.driver.graph_nodes, graph) }?.into_iter();
+        let kind_of = |node| {
             let mut kind = -1;
             // SAFETY: writes one integer.
             check("cuGraphNodeGetType", unsafe { (self.driver.node_type)(node, &raw mut kind) })?;
-            if kind == wanted {
-                found.push(node);
-            }
-        }
-        Ok(found)
+            Ok((kind, node))
+        };
+        nodes.map(kind_of).collect()
     }
 
     /// Makes the memsets of a graph kernels that write the same, in the same place among the other nodes. One that the
-    /// kernel cannot stand for stays. How many there were, and how many of them are left.
+    /// kernel cannot stand for stays, and all of a graph that allocates memory: the driver takes no node out of such a
+    /// graph. How many there were, and how many of them are left.
     pub(crate) fn replace_memsets(&self, graph: u64) -> Result<(usize, usize), DriverError> {
         self.inside(|| {
             let graph = handle(graph);
-            let memsets = self.nodes_of_kind(graph, MEMSET_NODE)?;
+            let nodes = self.nodes(graph)?;
+            let memsets: Vec<_> =
+                nodes.iter().filter(|(kind, _)| *kind == MEMSET_NODE).map(|(_, node)| *node).collect();
+            if nodes.iter().any(|(kind, _)| [ALLOCATION_NODE, FREE_NODE].contains(kind)) {
+                return Ok((memsets.len(), memsets.len()));
+            }
             let mut left = 0;
             for &node in &memsets {
                 left += usize::from(!self.replace_memset(graph, node)?);
@@ -147,15 +158,20 @@ impl Device {
         let code = unsafe {
             (driver.add_kernel_node)(&raw mut kernel, graph, before.as_ptr(), before.len(), &raw const kernel_node)
         };
-        check("cuGraphAddKernelNode", code)?;
+        if code != 0 {
+            return Ok(false); // the graph is as it was
+        }
         let from = vec![kernel; after.len()];
-        // SAFETY: both lists have as many nodes, all of this graph.
-        let code = unsafe { (driver.add_dependencies)(graph, from.as_ptr(), after.as_ptr(), after.len()) };
-        let added = check("cuGraphAddDependencies", code);
-        let goes = if added.is_ok() { node } else { kernel };
-        // SAFETY: the node is of this graph, which has no executable yet; its edges go with it.
-        check("cuGraphDestroyNode", unsafe { (driver.destroy_node)(goes) })?;
-        added.map(|()| true)
+        // SAFETY: both lists have as many nodes, all of this graph, which has no executable yet. With a node go its edges.
+        let is_replaced = unsafe {
+            (driver.add_dependencies)(graph, from.as_ptr(), after.as_ptr(), after.len()) == 0
+                && (driver.destroy_node)(node) == 0
+        };
+        if !is_replaced {
+            // SAFETY: as above.
+            check("cuGraphDestroyNode", unsafe { (driver.destroy_node)(kernel) })?;
+        }
+        Ok(is_replaced)
     }
 
     /// Makes an executable one of another graph of the same topology; false where the driver finds that it cannot be.
