@@ -149,6 +149,29 @@ def test_dropping_all_graphs_makes_no_executable() -> None:
     assert len(made) == 1
 
 
+def test_a_graph_whose_executable_cannot_be_handed_on_stays_until_it_can() -> None:
+    failures: list[Exception] = []
+
+    class Failing(UpdatableTapeGraph):
+        def instantiate(self) -> None:
+            if failures:
+                raise failures.pop()
+            super().instantiate()
+
+    backend, x = sharing_on(Failing), torch.ones(4)
+    capture(backend, two=lambda: x * 2, three=lambda: x * 3, four=lambda: x * 4)
+    failures.append(torch.OutOfMemoryError("no memory for an executable"))
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.discard("two")
+    for name, factor in (("four", 4), ("two", 2), ("three", 3)):
+        assert torch.equal(backend.replay(name, None), x * factor)
+    backend.discard("two")
+    for name, factor in (("four", 4), ("three", 3)):
+        assert torch.equal(backend.replay(name, None), x * factor)
+    backend.cleanup()
+    assert backend.graph_pool.graphs == 0
+
+
 def test_a_graph_that_draws_what_its_output_does_not_show_shares_nothing() -> None:
     backend, x = sharing(), torch.ones(4)
 

@@ -68,14 +68,19 @@ class _Executable:
         return self._holds is graph
 
     def leave(self, graph: UpdatableGraph) -> None:
-        """Lets a graph go; the next one gets an executable where this was its owner."""
-        was_owner = self.graphs[0] is graph
-        self._holds = None
+        """Lets a graph go; the next one gets an executable where this was its owner.
+
+        First of all, so that nothing has changed where that fails.
+        """
+        if self.graphs[0] is graph and len(self.graphs) > 1:
+            heir = self.graphs[1]
+            heir.instantiate()
+            self.graphs[:2] = heir, graph
+            self._holds = heir
         graph.reset()
         self.graphs.remove(graph)
-        if was_owner and self.graphs:
-            self.graphs[0].instantiate()
-            self._holds = self.graphs[0]
+        if self._holds is graph:
+            self._holds = None
 
 
 class _SharedGraph:

@@ -6,7 +6,7 @@ import gc
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import torch
 
@@ -45,6 +45,9 @@ def compile_in_capture_mode(function: _Function) -> _Function:
     return cast("_Function", torch.compile(function)) if get_is_capture_mode() else function
 
 
+#: Python 3.12 and newer set immortal objects aside at each collection, some hundreds; an engine has a hundred thousand.
+_IMMORTAL: Final = 4096
+
 _freeze_lock = threading.Lock()
 _freeze_depth = 0
 _was_enabled = False
@@ -74,7 +77,7 @@ def freeze_gc(enable_cudagraph_gc: bool = False) -> Iterator[None]:
             gc.disable()
             # Going through all objects of an engine takes longer than to capture a graph: what is there now is set
             # aside, unless somebody did so before, whose objects could not be told from the others then.
-            _has_set_aside = gc.get_freeze_count() == 0
+            _has_set_aside = gc.get_freeze_count() <= _IMMORTAL
             if _has_set_aside:
                 gc.freeze()
     try:
