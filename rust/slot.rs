@@ -1,9 +1,9 @@
 //! What a static input buffer is, as plain values: its layout, its padding, and which of its rows are live.
 
 use std::ops::Range;
+use std::str::FromStr;
 
 use smallvec::{SmallVec, smallvec};
-use std::str::FromStr;
 
 use crate::dtype::DType;
 use crate::error::SlotFault;

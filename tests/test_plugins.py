@@ -60,14 +60,21 @@ def test_a_package_adds_a_device_and_its_backend_which_keeps_every_clause() -> N
     }
 
 
+def install(folder: Path, name: str, entry_points: str) -> None:
+    """A distribution in a folder, of entry points alone."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed distribution with a backend and a device that cannot be imported."""
-    info = tmp_path / "acme_broken-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[devicegraph.backends]\nhpu:full = acme_missing:Backend\n[devicegraph.devices]\nhpu = acme_missing:Device\n"
+    install(
+        tmp_path,
+        "acme-broken",
+        "[devicegraph.backends]\nhpu:full = acme_missing:Backend\n[devicegraph.devices]\nhpu = acme_missing:Device\n",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -86,12 +93,11 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_its_cause() -> None:
 @pytest.fixture
 def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed distribution whose classes do not do all that they have to."""
-    info = tmp_path / "acme_unfinished-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-unfinished\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
+    install(
+        tmp_path,
+        "acme-unfinished",
         "[devicegraph.backends]\ncpu:acme = acme_unfinished:Backend\n"
-        "[devicegraph.devices]\nhpu = acme_unfinished:Device\n"
+        "[devicegraph.devices]\nhpu = acme_unfinished:Device\n",
     )
     (tmp_path / "acme_unfinished.py").write_text(
         "import devicegraph as dg\n"

@@ -10,7 +10,7 @@ import torch
 
 import devicegraph as dg
 from devicegraph.devices.cpu import CpuDevice, UpdatableTapeGraph
-from devicegraph.devices.cuda import UpdatableCudaGraph
+from devicegraph.devices.cuda import KeptCudaGraph, UpdatableCudaGraph
 from engines import ToyEngine, eager
 
 if TYPE_CHECKING:
@@ -260,3 +260,19 @@ def test_a_cuda_graph_gives_the_driver_its_executable_and_the_others_recording(m
     assert launched == [1, 2]
     one.reset()
     assert driver.does == {}
+
+
+@pytest.mark.parametrize("kind", [KeptCudaGraph, UpdatableCudaGraph])
+def test_a_cuda_graph_loses_its_memsets_before_it_is_executable(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    kernel = SimpleNamespace(replace_memsets=lambda graph: done.append(f"memsets of {graph}"))
+    monkeypatch.setattr("devicegraph.devices.cuda.kernel_on", {3: kernel}.__getitem__)
+    raw = SimpleNamespace(
+        raw_cuda_graph=lambda: 7, instantiate=lambda: done.append("executable"), replay=None, reset=lambda: None
+    )
+    graph, pool = kind(raw, 3), dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    graph.keep(pool)
+    assert done == ["memsets of 7", "executable"][: 2 if kind is KeptCudaGraph else 1]
+    assert pool.graphs == 1
+    graph.reset()
+    assert pool.graphs == 0

@@ -171,16 +171,16 @@ class PreparedSteps:
     def _prepare(self, sizes: Sizes, sources: Sequence[Any]) -> Step:
         known = tuple(map(_known, self._slots, sources))
         step = self._steps.get((sizes, known))
-        if step is None and any(map(is_captured, self._devices)):
-            # With constants of its own, which go with the capture.
-            step = self._compiled(sizes, known, ForeachExecutor())
-            self._check_memory(sources)
-            return step
+        is_kept = True
         if step is None:
-            step = self._compiled(sizes, known, self._calls)
-            remember(self._steps, (sizes, known), step)
+            # In a capture with constants of its own, which go with the capture.
+            is_kept = not any(map(is_captured, self._devices))
+            step = self._compiled(sizes, known, self._calls if is_kept else ForeachExecutor())
+            if is_kept:
+                remember(self._steps, (sizes, known), step)
         self._check_memory(sources)
-        remember(self.latest, sizes, step)
+        if is_kept:
+            remember(self.latest, sizes, step)
         return step
 
     def _compiled(self, sizes: Sizes, known: tuple[Known, ...], calls: ForeachExecutor) -> Step:

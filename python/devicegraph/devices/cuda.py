@@ -37,29 +37,17 @@ class CudaGraph(AcceleratorGraph):
         self.is_empty = any("CUDA Graph is empty" in str(warning.message) for warning in caught)
 
 
-class KeptCudaGraph(CudaGraph):
-    """A graph on the device of a number that is kept beside its executable, so that it can be looked into."""
+class UpdatableCudaGraph(CudaGraph):
+    """A recording, on the device of a number, that is kept for an executable that takes turns."""
 
     def __init__(self, raw: Any, index: int) -> None:
         super().__init__(raw)
         self._index = index
 
     def keep(self, pool: GraphMemoryPool) -> None:
-        """Counts a finished capture on its pool, and makes it executable."""
+        """Counts a finished capture on its pool, and makes its memsets kernels."""
         super().keep(pool)
         kernel_on(self._index).replace_memsets(graph=self.raw.raw_cuda_graph())
-        self.make_executable()
-
-    def make_executable(self) -> None:
-        """Makes what replays launch."""
-        self.raw.instantiate()
-
-
-class UpdatableCudaGraph(KeptCudaGraph):
-    """A recording that is kept for an executable that takes turns."""
-
-    def make_executable(self) -> None:
-        """Leaves that to whoever shares executables out."""
 
     def instantiate(self) -> None:
         """See `UpdatableGraph`."""
@@ -73,6 +61,15 @@ class UpdatableCudaGraph(KeptCudaGraph):
         """See `UpdatableGraph`."""
         executable, graph = self.raw.raw_cuda_graph_exec(), recorded.raw.raw_cuda_graph()
         return kernel_on(self._index).update_executable(executable=executable, graph=graph)
+
+
+class KeptCudaGraph(UpdatableCudaGraph):
+    """A recording that is kept beside an executable of its own, so that it can be looked into."""
+
+    def keep(self, pool: GraphMemoryPool) -> None:
+        """As for any that is kept, and makes it executable."""
+        super().keep(pool)
+        self.instantiate()
 
 
 class _Segments(CaptureSegments):

@@ -188,6 +188,7 @@ class CapturingRunner(RunnerParts):
         if (size is None and not self.buckets) or (size is not None and size not in self.buckets):
             raise self._unknown_bucket(size)
         key = self._make_graph_key(min(self.buckets) if size is None else size, variant_label)
+        # Closed over by themselves, as findings name tensors by what holds them: the engine, and not this runner.
         engine, prepare = self.model_runner, self._prepare_in_graph
 
         def forward(batch: Any) -> Any:

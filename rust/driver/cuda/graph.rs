@@ -72,7 +72,7 @@ impl Device {
     pub(crate) fn fill_nodes(&self, graph: u64) -> Result<Vec<u64>, DriverError> {
         self.inside(|| {
             let mut found = Vec::new();
-            for node in self.nodes_of_kind(handle(graph), KERNEL_NODE)? {
+            for node in of_kind(&self.nodes(handle(graph))?, KERNEL_NODE) {
                 let mut kernel = self.node(ptr::null_mut(), [0; 3], ptr::null_mut());
                 // SAFETY: the struct is that of this version of the call.
                 check("cuGraphKernelNodeGetParams", unsafe { (self.driver.node_parameters)(node, &raw mut kernel) })?;
@@ -82,10 +82,6 @@ impl Device {
             }
             Ok(found)
         })
-    }
-
-    fn nodes_of_kind(&self, graph: Handle, wanted: c_int) -> Result<Vec<Handle>, DriverError> {
-        Ok(self.nodes(graph)?.into_iter().filter(|(kind, _)| *kind == wanted).map(|(_, node)| node).collect())
     }
 
     /// The nodes of a graph, with their kinds.
@@ -108,8 +104,7 @@ impl Device {
         self.inside(|| {
             let graph = handle(graph);
             let nodes = self.nodes(graph)?;
-            let memsets: Vec<_> =
-                nodes.iter().filter(|(kind, _)| *kind == MEMSET_NODE).map(|(_, node)| *node).collect();
+            let memsets: Vec<_> = of_kind(&nodes, MEMSET_NODE).collect();
             if nodes.iter().any(|(kind, _)| [ALLOCATION_NODE, FREE_NODE].contains(kind)) {
                 return Ok((memsets.len(), memsets.len()));
             }
@@ -187,6 +182,10 @@ impl Device {
             }
         })
     }
+}
+
+fn of_kind(nodes: &[(c_int, Handle)], wanted: c_int) -> impl Iterator<Item = Handle> {
+    nodes.iter().filter(move |(kind, _)| *kind == wanted).map(|(_, node)| *node)
 }
 
 /// All handles of a list of the driver's.
