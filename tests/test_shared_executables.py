@@ -127,6 +127,38 @@ def test_an_executable_that_an_update_spoiled_is_updated_again_before_it_is_used
     assert executables(backend).count == 2
 
 
+@pytest.mark.parametrize("refused", ["two", "three", "four"])
+def test_a_graph_that_its_executable_does_not_take_any_more_gets_one_of_its_own(refused: str) -> None:
+    made: list[UpdatableTapeGraph] = []
+    refuses: list[UpdatableTapeGraph] = []
+
+    class Refuses(UpdatableTapeGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def update(self, recorded: UpdatableTapeGraph) -> bool:
+            self._runs = None if recorded in refuses else self._tape
+            return super().update(recorded)
+
+    factors = {"two": 2, "three": 3, "four": 4}
+    backend, x = sharing_on(Refuses), torch.ones(4)
+    capture(backend, two=lambda: x * 2, three=lambda: x * 3, four=lambda: x * 4)
+    refuses.append(made[list(factors).index(refused) - len(factors)])
+    for name, factor in list(factors.items()) * 2:
+        assert torch.equal(backend.replay(name, None), x * factor)
+    # The executable is made of the first graph, and made anew of it.
+    why = {refused: "the executable that it shared could not be updated to it any more"}
+    assert executables(backend).alone == ({} if refused == "two" else why)
+    assert executables(backend).count == (1 if refused == "two" else 2)
+    while factors:
+        backend.discard(next(iter(factors)))
+        del factors[next(iter(factors))]
+        for name, factor in factors.items():
+            assert torch.equal(backend.replay(name, None), x * factor)
+    assert (executables(backend).count, backend.graph_pool.graphs) == (0, 0)
+
+
 def test_an_output_outside_of_the_pool_is_not_written_to_be_checked() -> None:
     backend, slot = sharing(), torch.arange(4)
     capture(backend, slot=lambda: slot)

@@ -30,10 +30,10 @@ LABELS = SoakEngine.variants
 class Side:
     """One runner, and what it is expected to have done."""
 
-    def __init__(self, world: World, phase: str, draw: Draw) -> None:
+    def __init__(self, world: World, phase: str, draw: Draw, backend: str | None = None) -> None:
         self.phase = phase
         self.buckets = BUCKETS[phase][draw(0, len(BUCKETS[phase]) - 1)]
-        self.backend = BACKENDS[phase][draw(0, len(BACKENDS[phase]) - 1)]
+        self.backend = BACKENDS[phase][draw(0, len(BACKENDS[phase]) - 1)] if backend is None else backend
         self.pads, self.clones = draw(0, 3) > 0, draw(0, 1) == 0
         config = dg.CudaGraphConfig(
             padding=self.pads, **{phase: {"bs": self.buckets, "backend": self.backend.partition(",")[0]}}
@@ -112,10 +112,11 @@ class World:
         self.counts: Counter[str] = Counter()
         self.open(draw)
 
-    def open(self, draw: Draw) -> None:
-        """Makes both runners, and captures one of them or both."""
+    def open(self, draw: Draw, backend: str | None = None) -> None:
+        """Makes both runners, one for decode of a backend that may be given, and captures one of them or both."""
+        self.counts["opened"] += 1
         self.pool = dg.GraphMemoryPool(dg.get_device_adapter(self.engine.device))
-        self.sides = [Side(self, phase, draw) for phase in ("decode", "prefill")]
+        self.sides = [Side(self, "decode", draw, backend), Side(self, "prefill", draw)]
         self._owned: tuple[torch.Tensor, list[list[int]]] | None = None
         for side in self.sides:
             if draw(0, 9) > 0:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from devicegraph.devices import DeviceGraph
-from devicegraph.errors import ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -52,18 +51,18 @@ class _Executable:
         self.is_shared = False
         self._holds: UpdatableGraph | None = graph
 
-    def launch(self, graph: UpdatableGraph) -> None:
-        if self._holds is not graph and not self.switch(graph):
-            raise ReplayError(
-                "a shared executable could not be updated to a graph that it had taken before",
-                code="executable-update-failed",
-                hint="capture without `share_executables`",
-            )
+    def launch(self) -> None:
         self.graphs[0].launch()
 
     def switch(self, graph: UpdatableGraph) -> bool:
+        """Whether it does from now on what the graph recorded."""
+        if self._holds is graph:
+            return True
         self._holds = None
         if self.graphs[0].update(graph):
+            self._holds = graph
+        elif graph is self.graphs[0]:
+            graph.instantiate()
             self._holds = graph
         return self._holds is graph
 
@@ -86,7 +85,9 @@ class _Executable:
 class _SharedGraph:
     """A graph in its turn."""
 
-    def __init__(self, graph: UpdatableGraph, executable: _Executable) -> None:
+    def __init__(self, owner: SharedExecutables, key: Hashable, graph: UpdatableGraph, executable: _Executable) -> None:
+        self._owner = owner
+        self._key = key
         self._graph = graph
         self._executable = executable
 
@@ -96,8 +97,13 @@ class _SharedGraph:
         return self._graph.is_empty
 
     def replay(self) -> None:
-        """See `DeviceGraph`; updates the executable first where it was another graph's turn."""
-        self._executable.launch(self._graph)
+        """See `DeviceGraph`; updates the executable first where it was another graph's turn.
+
+        One that cannot be updated, though it was when the graph was captured, is left to the others.
+        """
+        if not self._executable.switch(self._graph):
+            self._executable = self._owner.part(self._key, self._graph, self._executable)
+        self._executable.launch()
 
     def reset(self) -> None:
         """See `DeviceGraph`."""
@@ -146,7 +152,15 @@ class SharedExecutables:
                     raise
                 if not executable.is_shared:
                     self.alone[key] = "its outputs differ from run to run"
-        return _SharedGraph(graph, executable)
+        return _SharedGraph(self, key, graph, executable)
+
+    def part(self, key: Hashable, graph: UpdatableGraph, shared: _Executable) -> _Executable:
+        """Makes an executable for a graph that shared one until now."""
+        own = _Executable(graph)
+        shared.graphs.remove(graph)
+        self._executables.append(own)
+        self.alone[key] = "the executable that it shared could not be updated to it any more"
+        return own
 
     def _shared(
         self, key: Hashable, graph: UpdatableGraph, outputs: Sequence[torch.Tensor], warmed: Sequence[torch.Tensor]
@@ -190,7 +204,7 @@ def _writes(
     """Whether a launch writes these outputs, none of whose bytes is right before."""
     for output, right in zip(outputs, warmed, strict=True):
         output.copy_((~_bytes(right)).view(right.dtype).view(right.shape))
-    executable.launch(graph)
+    executable.launch()
     return all(torch.equal(_bytes(output), _bytes(right)) for output, right in zip(outputs, warmed, strict=True))
 
 
