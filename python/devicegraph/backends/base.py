@@ -147,11 +147,13 @@ class BaseCudaGraphBackend(ABC):
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
         after sees what the warm-ups wrote. What the warm-ups left in the allocator's cache is given back at the end:
-        it is the capture stream's, and nobody else's tensors could use it.
+        it is the capture stream's, and nobody else's tensors could use it. What the pools of earlier graphs left on the
+        host is given back at the beginning.
         """
         self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
         self.adapter.empty_cache()
+        self.adapter.empty_host_cache()
         with self.adapter.stream_context(self._stream):
             try:
                 yield self._stream
