@@ -48,6 +48,7 @@ class Levels(NamedTuple):
         objects: that the garbage collector follows.
         blocks: of Python's allocator, a count.
         threads: of Python.
+        files: descriptors that are open, a count.
         tapes: memories of the CPU tape, a count, and the bytes under live tensors in them.
         pooled: memories in the input-buffer pool, a count.
         device: allocated and reserved on the GPU.
@@ -59,6 +60,7 @@ class Levels(NamedTuple):
     objects: int
     blocks: int
     threads: int
+    files: int
     tapes: tuple[int, int]
     pooled: int
     device: tuple[int, int]
@@ -83,6 +85,7 @@ class Levels(NamedTuple):
             objects=len(gc.get_objects()),
             blocks=sys.getallocatedblocks(),
             threads=threading.active_count(),
+            files=len(list(Path("/proc/self/fd").iterdir())),
             tapes=(len(memories), sum(memory.live_bytes for memory in memories)),
             pooled=len(dg.input_buffer_pool),
             device=device,
@@ -109,7 +112,7 @@ class Levels(NamedTuple):
             blocks: likewise.
             pinned: how much of it torch may keep for reuse since, in blocks of other sizes.
         """
-        same = ("threads", "tapes", "pooled", "device")
+        same = ("threads", "files", "tapes", "pooled", "device")
         assert [getattr(self, name) for name in same] == [getattr(earlier, name) for name in same], (earlier, self)
         most = {"rss": rss, "heap": heap, "objects": objects, "blocks": blocks, "pinned": pinned}
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in most}
