@@ -191,3 +191,19 @@ def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_backend_serves_one_runner_at_a_time() -> None:
+    engine, config = ToyEngine(), dg.CudaGraphConfig(decode={"bs": [2, 4], "backend": "breakable"})
+    backend = dg.BreakableCudaGraphBackend(dg.get_device_adapter("cpu"), phase="decode")
+    first = dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    with pytest.raises(dg.ConfigError, match="it has the graphs of another runner") as caught:
+        dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    assert caught.value.code == "backend-in-use"
+    for close_first in (first.close, lambda: None):
+        close_first()
+        with dg.DecodeCudaGraphRunner(engine, config=config, backend=backend) as runner:
+            runner.capture()
+            batch = engine.batch([3, 1])
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+        del runner

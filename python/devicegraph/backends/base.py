@@ -135,6 +135,8 @@ class BaseCudaGraphBackend(ABC):
         self._barrier = barrier
         self._stream: Any = None
         self._captured: dict[Hashable, Captured[Any]] = {}
+        #: Whose graphs these are, where they are a runner's, weakly: another's would have the same keys.
+        self.owner: Callable[[], Any] = lambda: None
         watch_forks(self)
 
     def leave_to_parent(self) -> None:
