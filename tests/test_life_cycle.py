@@ -207,3 +207,22 @@ def test_a_backend_serves_one_runner_at_a_time() -> None:
             batch = engine.batch([3, 1])
             assert torch.equal(runner.run(batch), eager(engine, batch))
         del runner
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+@pytest.mark.parametrize("hook", ["make_batch", "prepare_metadata", "after_warmup"])
+def test_a_runner_that_a_hook_closes_while_it_captures_keeps_no_graph(backend: str, hook: str) -> None:
+    engine = ToyEngine()
+    hooks = {"make_batch": engine.make_batch}
+
+    def close(*args: Any) -> Any:
+        runner.close()
+        return hooks.get(hook, lambda *args: None)(*args)
+
+    setattr(engine, hook, close)
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    config = dg.CudaGraphConfig(decode={"backend": backend, "bs": [2]})
+    runner = dg.DecodeCudaGraphRunner(engine, config=config, graph_pool=pool)
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.capture()
+    assert (caught.value.code, runner.graphs, runner.backend.captured, pool.graphs) == ("closed", {}, {}, 0)
