@@ -377,13 +377,13 @@ def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_el
         assert caught.value.code == "forward-failed"
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 @pytest.mark.parametrize("hook", ["forward", "after_warmup", "prepare_metadata", "progress"])
-@pytest.mark.parametrize("error", [StopIteration("no more"), Unprintable()], ids=["StopIteration", "Unprintable"])
+@pytest.mark.parametrize("error", [StopIteration("no more"), UnprintableError()], ids=["StopIteration", "UnprintableError"])
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 def test_an_error_of_any_class_fails_the_capture_as_a_capture_error(backend: str, error: Exception, hook: str) -> None:
     def fail(*args: Any) -> None:
