@@ -383,7 +383,9 @@ class UnprintableError(Exception):
 
 
 @pytest.mark.parametrize("hook", ["forward", "after_warmup", "prepare_metadata", "progress"])
-@pytest.mark.parametrize("error", [StopIteration("no more"), UnprintableError()], ids=["StopIteration", "UnprintableError"])
+@pytest.mark.parametrize(
+    "error", [StopIteration("no more"), UnprintableError()], ids=["StopIteration", "UnprintableError"]
+)
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 def test_an_error_of_any_class_fails_the_capture_as_a_capture_error(backend: str, error: Exception, hook: str) -> None:
     def fail(*args: Any) -> None:
