@@ -377,6 +377,32 @@ def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_el
         assert caught.value.code == "forward-failed"
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("hook", ["forward", "after_warmup", "prepare_metadata", "progress"])
+@pytest.mark.parametrize(
+    "error", [StopIteration("no more"), UnprintableError()], ids=["StopIteration", "UnprintableError"]
+)
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_an_error_of_any_class_fails_the_capture_as_a_capture_error(backend: str, error: Exception, hook: str) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    engine = ToyEngine()
+    options: dict[str, Any] = {"progress": fail} if hook == "progress" else {}
+    if hook != "progress":
+        setattr(engine, hook, fail)
+    with runner_for(engine, bs=[2], backend=backend, **options) as runner:
+        with pytest.raises(dg.CaptureError, match=type(error).__name__) as caught:
+            runner.capture()
+        assert caught.value.code == ("capture-failed" if hook == "progress" else "forward-failed")
+        cause = caught.value.__cause__
+        assert cause is error or (cause is not None and cause.__cause__ is error)
+
+
 # Idle ranks and votes.
 
 

@@ -191,3 +191,38 @@ def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_backend_serves_one_runner_at_a_time() -> None:
+    engine, config = ToyEngine(), dg.CudaGraphConfig(decode={"bs": [2, 4], "backend": "breakable"})
+    backend = dg.BreakableCudaGraphBackend(dg.get_device_adapter("cpu"), phase="decode")
+    first = dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    with pytest.raises(dg.ConfigError, match="it has the graphs of another runner") as caught:
+        dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    assert caught.value.code == "backend-in-use"
+    for close_first in (first.close, lambda: None):
+        close_first()
+        with dg.DecodeCudaGraphRunner(engine, config=config, backend=backend) as runner:
+            runner.capture()
+            batch = engine.batch([3, 1])
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+        del runner
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+@pytest.mark.parametrize("hook", ["make_batch", "prepare_metadata", "after_warmup"])
+def test_a_runner_that_a_hook_closes_while_it_captures_keeps_no_graph(backend: str, hook: str) -> None:
+    engine = ToyEngine()
+    hooks = {"make_batch": engine.make_batch}
+
+    def close(*args: Any) -> Any:
+        runner.close()
+        return hooks.get(hook, lambda *args: None)(*args)
+
+    setattr(engine, hook, close)
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    config = dg.CudaGraphConfig(decode={"backend": backend, "bs": [2]})
+    runner = dg.DecodeCudaGraphRunner(engine, config=config, graph_pool=pool)
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.capture()
+    assert (caught.value.code, runner.graphs, runner.backend.captured, pool.graphs) == ("closed", {}, {}, 0)

@@ -135,6 +135,8 @@ class BaseCudaGraphBackend(ABC):
         self._barrier = barrier
         self._stream: Any = None
         self._captured: dict[Hashable, Captured[Any]] = {}
+        #: Whose graphs these are, where they are a runner's, weakly: another's would have the same keys.
+        self.owner: Callable[[], Any] = lambda: None
         watch_forks(self)
 
     def leave_to_parent(self) -> None:
@@ -265,7 +267,7 @@ class BaseCudaGraphBackend(ABC):
             with dropped_on_failure(recording):
                 yield
         except Exception as error:
-            raise capture_failed(self.phase, shape_key, error) from error
+            raise capture_failed(self.phase, shape_key, error) from as_cause(error)
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
         """Runs the forward as often as it takes for lazily made things to be there, and returns its output."""
@@ -307,8 +309,23 @@ def _chained(error: BaseException) -> list[BaseException]:
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
+    try:
+        text = str(error).strip().splitlines()
+    except Exception:  # an engine's own error may be one that cannot be printed
+        text = []
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def as_cause(error: Exception) -> Exception:
+    """What an error is to be chained to another as: itself, but for a `StopIteration`.
+
+    A context manager takes an error that is raised because of one for Python's own, and lets the `StopIteration` out.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    cause = RuntimeError("a forward or a hook raised StopIteration")
+    cause.__cause__ = error
+    return cause
 
 
 def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> CaptureError:

@@ -41,7 +41,7 @@ class BaseCudaGraphRunner(CapturingRunner):
         model_runner: the engine; see `ModelRunner`.
         config: the configuration of both phases.
         registry: the static input buffers; by default the usual fields of the phase, for the engine's limits.
-        backend: how to capture; by default what the configuration asks for on this device.
+        backend: how to capture; by default what the configuration asks for on this device. It serves one runner.
         capture_error_mode: see `BaseCudaGraphBackend`.
         order: `descending` captures the largest shape first, so that the smaller ones fit into its memory.
         on_error: `drop` goes on without a graph that ran out of memory or of the device's streams, `raise` stops.
@@ -66,8 +66,8 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
-            (`wrong-type`), an engine that lacks something (`engine-incomplete`), or a registry that does not fit it
-            (`registry-device`, `registry-too-small`).
+            (`wrong-type`), a backend that another runner uses (`backend-in-use`), an engine that lacks something
+            (`engine-incomplete`), or a registry that does not fit it (`registry-device`, `registry-too-small`).
         BackendError: the device or the backend is not available here; `nvtx-not-available` where the device has no such
             ranges.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devicegraph.auditing import audit
-from devicegraph.backends.base import capture_failed
+from devicegraph.backends.base import as_cause, capture_failed
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.errors import CaptureError, DeviceGraphError
 from devicegraph.outputs import shapes_of
@@ -142,7 +142,7 @@ class CapturingRunner(RunnerParts):
         except DeviceGraphError:
             raise
         except Exception as error:
-            raise capture_failed(self.phase, None, error) from error
+            raise capture_failed(self.phase, None, error) from as_cause(error)
 
     def _keys(self) -> list[ShapeKey]:
         """Every graph to capture, in order."""
@@ -256,7 +256,7 @@ class CapturingRunner(RunnerParts):
             batch = self._idle_batch(key)
             self._prepare_metadata(batch, key)
         except Exception as error:
-            raise capture_failed(self.phase, key, error) from error
+            raise capture_failed(self.phase, key, error) from as_cause(error)
         # Its segments run, and write where outputs of the pool are.
         backend.graph_pool.overwrite()
         forward = partial(self._fill_and_run if backend.fills else self._run_forward, batch, key)
@@ -265,6 +265,7 @@ class CapturingRunner(RunnerParts):
         if node is None and backend.fills and self.buffer_registry.wanted_executor == "node":
             raise no_node(NOT_FOUND)
         exposed = self.buffer_registry.presence(batch)
+        self._check_open()  # a hook may have closed the runner
         self._routes.clear()
         self.graphs[key] = CapturedGraph(
             key, exposed, output, backend.graph_pool, launch=backend.launcher(key), node=node

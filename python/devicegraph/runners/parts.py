@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -75,6 +76,12 @@ class RunnerParts(ABC):
         ):
             if not isinstance(value, kind) and (value is not None or name == "config"):
                 raise ConfigError(f"{name}: {shown(value)} is no `{kind.__name__}`", code="wrong-type")
+        if backend is not None and getattr(backend.owner(), "_state", "closed") != "closed":
+            raise ConfigError(
+                "backend: it has the graphs of another runner, whose keys are the same",
+                code="backend-in-use",
+                hint="make one for each runner, or close the other one first",
+            )
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
@@ -124,6 +131,8 @@ class RunnerParts(ABC):
         self._has_captured = False
         self._state: Literal["open", "paused", "closed", "forked"] = "open"
         watch_forks(self)
+        if backend is not None:
+            backend.owner = weakref.ref(self)
         if nvtx:
             mark_steps(self, nvtx_ranges(self))
         if profile is not None:
