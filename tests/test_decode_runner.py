@@ -1022,6 +1022,17 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
         assert caught.value.code == "closed"
 
 
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_a_closed_runner_captures_estimates_and_audits_nothing_whatever_its_backend(backend: str) -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = runner_for(engine, backend=backend)
+    runner.close()
+    for ask in (runner.capture, runner.estimate_capture, runner.audit, lambda: runner.capture_one_shape(4)):
+        with pytest.raises(dg.ReplayError, match="closed"):
+            ask()
+    assert engine.forwards == []
+
+
 def test_a_decision_for_a_graph_that_was_dropped_since_is_refused() -> None:
     engine = ToyEngine(max_bs=4)
     with captured(engine, bs=[2, 4]) as runner:
@@ -1236,6 +1247,31 @@ def test_recapture_reads_no_live_row_and_serves_again() -> None:
         assert torch.equal(runner.run(batch), want)
 
 
+def test_indices_of_earlier_steps_are_gone_in_a_capture_also_beyond_its_bucket() -> None:
+    seen: list[bool] = []
+
+    class WholeTable(ToyEngine):
+        def prepare_metadata(self, batch: Any, key: Any) -> None:
+            seen.append(bool(registry.get_slot("req_pool_indices").buffer.any()))
+
+    engine = WholeTable(max_bs=4)
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    with captured(engine, bs=[1, 4], registry=registry, order="ascending") as runner:
+        seen.clear()
+        runner.run(engine.batch([3, 5, 2]))
+        runner.capture()
+    assert seen == [True, False, False]
+
+
+def test_a_capture_begins_without_the_graphs_of_the_one_before() -> None:
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    graphs: list[int] = []
+    with runner_for(ToyEngine(max_bs=4), graph_pool=pool, progress=lambda event: graphs.append(pool.graphs)) as runner:
+        runner.capture()
+        runner.capture()
+    assert graphs == [1, 2, 3] * 2
+
+
 @pytest.mark.parametrize("order", ["descending", "ascending"])
 def test_buckets_are_captured_in_the_order_asked_for(order: str) -> None:
     engine = ToyEngine(max_bs=8)
@@ -1299,6 +1335,16 @@ def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:
     assert output() is None
     assert buffer() is None
     assert len(TapeMemory.all()) == before
+
+
+def test_a_closed_runner_that_somebody_keeps_holds_none_of_the_graphs_that_it_replayed() -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = captured(engine)
+    runner.run(engine.batch([3]))
+    graphs = [weakref.ref(graph) for graph in runner.graphs.values()]
+    runner.close()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 3
 
 
 def test_two_runners_of_one_pool_take_turns_and_closing_one_leaves_the_other() -> None:
