@@ -116,7 +116,6 @@ class CapturingRunner(RunnerParts):
 
     def _start_over(self) -> Filling:
         """Drops what was captured; how what is captured next is filled."""
-        self._has_captured = False
         with self._all_or_nothing():
             self._drop_graphs()
             filling = choose_filling(self)
