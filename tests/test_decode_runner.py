@@ -297,6 +297,19 @@ def test_a_shape_that_is_no_bucket_or_of_a_disabled_phase_is_refused() -> None:
         assert caught.value.code == "bucket-unknown"
 
 
+def test_a_phase_without_a_bucket_that_fits_captures_nothing_and_says_why() -> None:
+    engine = ToyEngine(max_bs=4)
+    with runner_for(engine, bs=[8], padding=False) as runner:
+        assert runner.capture().note == "no bucket fits the engine's limits"
+        assert runner.estimate_capture().graphs == 0
+        for ask in (runner.audit, lambda: runner.capture_one_shape(8)):
+            with pytest.raises(dg.CaptureError, match="none fits the engine's limits") as caught:
+                ask()
+            assert caught.value.code == "bucket-unknown"
+        assert engine.forwards == []
+        assert runner.can_run(engine.batch([3])).code == "nothing-captured"
+
+
 def test_every_decision_has_its_code() -> None:
     engine = ToyEngine(max_bs=8)
     with runner_for(engine, bs=[2, 4]) as runner:

@@ -132,6 +132,15 @@ def test_a_capture_reports_its_estimate_and_its_shared_buffers() -> None:
     assert disabled.estimate_capture() == dg.CaptureEstimate(0, 0.0, 0, None, ())
 
 
+def test_an_estimate_captures_the_first_graph_the_second_and_the_last() -> None:
+    for sizes, sampled in ([1, 2, 4, 8], [8, 4, 1]), ([2, 4], [4, 2]), ([2], [2]):
+        config = dg.CudaGraphConfig(decode={"bs": sizes})
+        with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=8), config=config) as runner:
+            estimate = runner.estimate_capture()
+        assert [bucket.key.size for bucket in estimate.sampled] == sampled
+        assert estimate.graphs == len(sizes)
+
+
 @pytest.mark.parametrize(("before", "after", "taken"), [(100, 93, 7), (None, 93, None), (100, None, None)])
 def test_a_graph_took_what_the_device_has_less_and_the_pool_more_where_that_is_told(
     before: int | None, after: int | None, taken: int | None
