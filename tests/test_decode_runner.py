@@ -183,6 +183,14 @@ def test_a_single_bucket_is_compared_with_a_smaller_run_that_the_forward_allows(
         assert runner.run(engine.batch([3] * 5)).shape == (5, 32)
 
 
+def test_a_shape_that_is_captured_beside_others_has_its_rows_where_they_have_theirs() -> None:
+    engine = Multiples(max_bs=8)
+    with runner_for(engine, bs=[4, 8]) as runner, runner.backend.capture_session():
+        runner.capture_one_shape(8)
+        runner.capture_one_shape(4)  # the forward runs at no smaller size
+        assert runner.run(engine.batch([3] * 3)).shape == (3, 32)
+
+
 @pytest.mark.parametrize(
     ("size", "unit", "tried"), [(8, 1, [7, 4]), (2, 1, [1]), (20, 4, [16, 8]), (8, 4, [4]), (4, 4, [])]
 )
