@@ -996,6 +996,20 @@ class FailsAt(ToyEngine):
         return output
 
 
+def test_a_forward_may_read_in_a_capture_what_a_slot_holds_on_the_host() -> None:
+    class Planned(ToyEngine):
+        def make_batch(self, views: dict[str, torch.Tensor], key: dg.ShapeKey) -> Any:
+            batch = super().make_batch(views, key)
+            batch.extras["lengths"] = views["seq_lens_cpu"]
+            return batch
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch) * int(batch.extras["lengths"].max())
+
+    with runner_for(Planned(max_bs=4), bs=[2, 4]) as runner:
+        assert len(runner.capture().captured) == 2
+
+
 @pytest.mark.parametrize("in_capture_only", [False, True])
 def test_a_failure_at_one_bucket_is_named_and_chained_and_leaves_no_graph(in_capture_only: bool) -> None:
     error = ValueError("from the model")
