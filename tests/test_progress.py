@@ -71,8 +71,13 @@ def test_other_ranks_log_what_went_wrong_and_no_progress(caplog: pytest.LogCaptu
 
 
 class Terminal(io.StringIO):
+    shown = ""
+
     def isatty(self) -> bool:
         return True
+
+    def flush(self) -> None:
+        self.shown = self.getvalue()
 
 
 def test_a_terminal_without_tqdm_has_one_line_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +87,7 @@ def test_a_terminal_without_tqdm_has_one_line_on_rank_0(monkeypatch: pytest.Monk
         show = show_progress(rank)
         for event in EVENTS:
             show(event)
-    assert sys.stderr.getvalue() == (  # type: ignore[attr-defined]
+    assert sys.stderr.shown == (  # type: ignore[attr-defined]
         "\rcapture decode: 1/2, bucket 4, 0.12 s"
         "\rcapture decode: 2/2, bucket 2 (variant_label=lora), 0.25 s, 3.0 GiB free\n"
     )
@@ -125,12 +130,12 @@ def test_a_terminal_with_tqdm_has_a_bar_for_each_capture(monkeypatch: pytest.Mon
 
 
 def test_progress_for_programs_is_a_line_of_json_for_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
-    file = io.StringIO()
+    file = Terminal()
     with dg.DecodeCudaGraphRunner(
         ToyEngine(max_bs=2), config=dg.CudaGraphConfig(), progress=dg.json_progress(file)
     ) as runner:
         runner.capture()
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    lines = [json.loads(line) for line in file.shown.splitlines()]
     assert [(line["event"], line["key"], line["done"], line["total"]) for line in lines] == [
         ("captured", {"size": 2}, 1, 2),
         ("captured", {"size": 1}, 2, 2),

@@ -624,6 +624,17 @@ def test_a_capture_that_does_not_pass_leaves_no_graph() -> None:
     assert runner.can_run(engine.batch([3]))
 
 
+def test_an_estimate_leaves_the_proof_to_the_capture() -> None:
+    engine = extra("ZERO_float32", leaks=True)
+    engine.turn_on("sum")
+    runner = dg.DecodeCudaGraphRunner(
+        engine, config=config(bs=[2, 4]), registry=engine.registry, verify_on_capture=True
+    )
+    assert runner.estimate_capture().graphs == 2
+    with pytest.raises(dg.CaptureError, match="verify-failed"):
+        runner.capture()
+
+
 def test_a_rank_has_no_graphs_where_those_of_another_do_not_pass() -> None:
     engine = ToyEngine(max_bs=4)
     votes: list[dg.Proposal] = []

@@ -116,7 +116,6 @@ class CapturingRunner(RunnerParts):
 
     def _start_over(self) -> Filling:
         """Drops what was captured; how what is captured next is filled."""
-        self._has_captured = False
         with self._all_or_nothing():
             self._drop_graphs()
             filling = choose_filling(self)
@@ -243,7 +242,9 @@ class CapturingRunner(RunnerParts):
         return output
 
     def _unknown_bucket(self, size: object) -> CaptureError:
-        have = ", ".join(map(str, self.buckets)) if self.backend is not None else "none, the phase is disabled"
+        have = ", ".join(map(str, self.buckets)) or "none, for none fits the engine's limits"
+        if self.backend is None:
+            have = "none, the phase is disabled"
         message = f"{self.phase}: {size!r} is not one of the buckets: {have}"
         return CaptureError(message, code="bucket-unknown", phase=self.phase)
 
