@@ -8,7 +8,7 @@ use devicegraph::step::{Planner, Source};
 use devicegraph::table::{Buffer, Entry, Given, LAUNCH_ENTRIES, Origin, Place, Table};
 use proptest::prelude::*;
 
-use crate::cases::{Case, MAX_BS, MAX_TOKENS, PAD_VALUE, checked, indices, offset, specified, steps};
+use crate::cases::{Case, MAX_BS, MAX_TOKENS, PAD_VALUE, checked, indices, offset, specified, stepped, steps};
 
 /// Where the buffer of a slot is.
 fn address(slot: usize) -> u64 {
@@ -62,7 +62,7 @@ proptest! {
         table.finish();
 
         let mut written = Written::default();
-        let block: HashMap<usize, i64> = staged(&table, &cases);
+        let block: HashMap<usize, i64> = staged(&table, &cases, room);
         for (origin, entry) in table.host.iter().chain(&table.device) {
             let values = match *origin {
                 Origin::Nowhere => HashMap::new(),
@@ -130,6 +130,7 @@ proptest! {
                 let value = if *origin == Origin::Number(0) { 5 } else { entry.value };
                 written.carry_out(&Entry { value, ..*entry }, |_| unreachable!());
             }
+            prop_assert!(written.0.values().all(|(_, times)| *times == 1), "an element is written once");
             let number = Case { values: vec![5; case.values.len()], ..case.clone() };
             let after: Vec<_> = case.before.iter().enumerate()
                 .map(|(element, value)| written.0.get(&(0, element)).map_or(*value, |(new, _)| *new)).collect();
@@ -155,6 +156,28 @@ fn a_source_that_the_slots_memory_cannot_be_filled_from_directly_is_not_taken() 
 }
 
 #[test]
+fn a_source_on_the_host_is_staged_for_a_slot_on_the_device_where_there_is_room() {
+    let slots = ["ids", "positions"]
+        .map(|name| SlotLayout { source_device: SourceDevice::Cpu, ..crate::slot(name, "int64", &[24]) });
+    let source = Source { device: "cpu".into(), strides: stepped(&[5], 2).into(), ..crate::source("int64", &[5]) };
+    let planner = Planner::new(slots.to_vec(), MAX_BS, MAX_TOKENS);
+    let work = planner.work(&checked([0, 0, 5, 8]), &[Some(source.clone()), Some(source.clone())], false).unwrap();
+    for (staged_bytes, expected) in [(39, &[][..]), (40, &[0]), (87, &[0]), (88, &[0, 48])] {
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes };
+        let mut table = Table::default();
+        for (index, layout) in slots.iter().enumerate() {
+            let buffer = Buffer { address: address(index), pad_bits: 0 };
+            let taken = table.add(index, layout, buffer, &work[index], Some(&Given::Tensor(source.clone())), &place);
+            assert_eq!(taken, index < expected.len(), "{staged_bytes} bytes");
+        }
+        let places: Vec<_> = table.staged.iter().map(|(_, at, entry)| (*at, entry.src_strides[2])).collect();
+        assert_eq!(places, expected.iter().map(|at| (*at, 2)).collect::<Vec<_>>(), "as the source lies");
+        let read: Vec<_> = table.device.iter().map(|(origin, entry)| (*origin, entry.src_strides[2])).collect();
+        assert_eq!(read, expected.iter().map(|at| (Origin::Staged(*at), 1)).collect::<Vec<_>>(), "as it was packed");
+    }
+}
+
+#[test]
 fn an_entry_has_a_block_for_each_16_kib_that_it_writes_up_to_a_device_full() {
     for (dtype, count, blocks) in [
         ("uint8", 1, 1),
@@ -175,7 +198,7 @@ fn an_entry_has_a_block_for_each_16_kib_that_it_writes_up_to_a_device_full() {
 }
 
 /// What the block of staged sources holds, by byte at which an element starts.
-fn staged(table: &Table, cases: &[Case]) -> HashMap<usize, i64> {
+fn staged(table: &Table, cases: &[Case], room: usize) -> HashMap<usize, i64> {
     let mut block = HashMap::new();
     for (slot, at, entry) in &table.staged {
         assert_eq!((entry.dst, at % 16), (0, 0));
@@ -184,6 +207,7 @@ fn staged(table: &Table, cases: &[Case]) -> HashMap<usize, i64> {
         written.carry_out(&Entry { dst: address(0), ..*entry }, |element| values[&element]);
         for ((_, element), (value, times)) in written.0 {
             assert!(times == 1 && element < values.len(), "packed without gaps");
+            assert!(at + (element + 1) * usize::from(entry.itemsize) <= room, "within the block");
             let before = block.insert(at + element * usize::from(entry.itemsize), value);
             assert_eq!(before, None, "staged sources do not overlap");
         }
