@@ -120,6 +120,11 @@ fn an_arena_grows_up_to_its_limit() {
         assert_eq!(arena.allocate(bytes).is_ok(), fits, "{bytes} on top of {}", arena.reserved_bytes());
     }
     assert_eq!(arena.segments(), [1 << 62, 1 << 61]);
+
+    let mut arena = Arena::new(64, 3 << 61).unwrap();
+    arena.allocate(3 << 61).unwrap();
+    arena.allocate(1).unwrap();
+    assert_eq!(arena.reserved_bytes(), i64::MAX as u64, "a segment is no longer than what is left");
 }
 
 #[test]

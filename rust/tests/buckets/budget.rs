@@ -87,6 +87,7 @@ fn a_budget_of_bytes_prints_what_is_used_and_what_is_dropped() {
     let table = Value::from_json(r#"{"1": 10, "2": 20, "64": 4000}"#).expect("json");
     let buckets = weigh(&[1, 2, 64], 100, None, table);
     assert_eq!((buckets.sizes(), buckets.total_bytes(), buckets.fit(3)), (&[1, 2][..], Some(30), None));
+    assert_eq!(*buckets.bytes(), [(1, 10), (2, 20), (64, 4000)].into(), "of what the budget took away, too");
     assert_eq!(weigh(&[1, 2], 5, None, int(6)).sizes(), [0_u32; 0]);
     assert_eq!(weigh(&[1, 2], 0, None, int(0)).sizes(), [1, 2]);
 }
