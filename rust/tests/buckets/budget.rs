@@ -88,6 +88,10 @@ fn a_budget_of_bytes_prints_what_is_used_and_what_is_dropped() {
     let buckets = weigh(&[1, 2, 64], 100, None, table);
     assert_eq!((buckets.sizes(), buckets.total_bytes(), buckets.fit(3)), (&[1, 2][..], Some(30), None));
     assert_eq!(*buckets.bytes(), [(1, 10), (2, 20), (64, 4000)].into(), "of what the budget took away, too");
+    assert!(buckets.to_string().contains("bytes    30 bytes of 100 bytes"), "{buckets}");
+    let most = Value::Int(i64::MAX);
+    let buckets = decode(&Arguments { bs: list(&[1]), bytes_per_size: most, ..Arguments::default() });
+    assert!(buckets.to_string().contains("bytes    8388608.0 TiB\n"), "{buckets}");
     assert_eq!(weigh(&[1, 2], 5, None, int(6)).sizes(), [0_u32; 0]);
     assert_eq!(weigh(&[1, 2], 0, None, int(0)).sizes(), [1, 2]);
 }
