@@ -118,9 +118,12 @@ fn bytes_that_nobody_gave_or_that_are_none_are_refused() {
 }
 
 #[test]
-fn one_graph_is_the_largest_and_two_are_the_ends() {
+fn one_graph_is_the_largest_two_are_the_ends_and_more_grow_by_one_ratio() {
     let sizes = [1, 2, 4, 8, 16];
     assert_eq!(explicit(&sizes, true, 1, None, Some(1)).sizes(), [16]);
     assert_eq!(explicit(&sizes, true, 1, None, Some(2)).sizes(), [1, 16]);
     assert_eq!(explicit(&sizes, true, 1, None, Some(3)).sizes(), [1, 4, 16]);
+    assert_eq!(explicit(&[10, 20, 40, 80, 160], true, 1, None, Some(3)).sizes(), [10, 40, 160]);
+    assert_eq!(explicit(&[10, 1000, 1001, 1002, 2000], true, 1, None, Some(4)).sizes(), [10, 1000, 1001, 2000]);
+    assert_eq!(explicit(&[1, 2, 8, 16], true, 1, None, Some(3)).sizes(), [1, 8, 16], "of two as near, the larger");
 }
