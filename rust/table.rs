@@ -110,9 +110,8 @@ impl Table {
             Some(Given::Number(source)) => {
                 slot.dtype.bits_of_integer(0)?;
                 let live = Work { tail: None, ..work.clone() };
-                let tail = Work { live: None, ..work.clone() };
                 let live = entries(slot, buffer, &live, Some(source))?.into_iter();
-                let tail = entries(slot, buffer, &tail, None)?.into_iter();
+                let tail = entries(slot, buffer, work, None)?.into_iter();
                 // It is written as padding is: nothing is read.
                 let live = live.map(|entry| {
                     let origin = if entry.live > 0 { Origin::Number(index) } else { Origin::Nowhere };

@@ -188,7 +188,7 @@ fn entry(
 /// Joins neighbouring dimensions that are one in what is written and in what is read.
 fn joined(dims: &[Dim], is_read: bool) -> Vec<Dim> {
     let mut joined: Vec<Dim> = Vec::new();
-    for dim in dims.iter().filter(|dim| dim.size > 1 || dim.live == 0) {
+    for dim in dims.iter().filter(|dim| dim.size > 1) {
         let mut dim = *dim;
         if !is_read {
             (dim.src, dim.live) = (0, dim.size);

@@ -113,6 +113,21 @@ fn segments_of_any_length_stay_within_what_an_arena_can_hold() {
 }
 
 #[test]
+fn an_arena_grows_up_to_its_limit() {
+    let mut arena = Arena::new(64, 1).unwrap();
+    for bytes in [1 << 62, 1 << 61, 1 << 61] {
+        let fits = arena.reserved_bytes() + bytes <= i64::MAX as u64;
+        assert_eq!(arena.allocate(bytes).is_ok(), fits, "{bytes} on top of {}", arena.reserved_bytes());
+    }
+    assert_eq!(arena.segments(), [1 << 62, 1 << 61]);
+
+    let mut arena = Arena::new(64, 3 << 61).unwrap();
+    arena.allocate(3 << 61).unwrap();
+    arena.allocate(1).unwrap();
+    assert_eq!(arena.reserved_bytes(), i64::MAX as u64, "a segment is no longer than what is left");
+}
+
+#[test]
 fn the_lowest_place_with_room_is_taken() {
     let mut arena = Arena::new(64, 64 * 16).unwrap();
     let blocks: Vec<Block> = [1, 4, 1, 2, 8].iter().map(|units| arena.allocate(units * 64).unwrap()).collect();

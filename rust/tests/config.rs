@@ -2,6 +2,8 @@
 
 #![expect(clippy::expect_used, reason = "a helper that panics is a test that fails")]
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use devicegraph::buckets::{Arguments, Buckets};
 use devicegraph::config::{Config, Export, KEYS, Phase};
 use devicegraph::document::Value;
@@ -88,6 +90,19 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn configurations_are_equal_and_hash_alike_where_the_same_values_hold_and_only_there() {
+    let hash = |config: &Config| {
+        let mut state = DefaultHasher::new();
+        config.hash(&mut state);
+        state.finish()
+    };
+    let (default, named) = (Config::default(), from_json(r#"{"padding": true}"#).expect("good"));
+    assert_eq!((&default, hash(&default)), (&named, hash(&named)), "whoever named them");
+    let other = from_json(r#"{"padding": false}"#).expect("good");
+    assert!(default != other && hash(&default) != hash(&other));
 }
 
 fn refused(json: &str) -> String {
@@ -208,6 +223,8 @@ fn null_never_wipes_a_lower_value() {
     let merged = config.with_phase(Phase::Decode, &higher, &SOURCE).expect("good");
     assert_eq!(merged, config);
     assert_eq!(merged.explicit_keys(), ["decode.backend", "decode.max_bs"]);
+    let nothing = from_json(r#"{"decode": null, "prefill": null, "padding": null}"#).expect("null is not given");
+    assert_eq!((&nothing, nothing.explicit_keys()), (&Config::default(), vec![]));
 }
 
 #[test]

@@ -61,6 +61,8 @@ fn users_share_only_where_both_find_what_they_rely_on() {
 
     let rows = relies(ForeachCopy, 0, &[8]);
     assert!(rows.shares_with(&zero) && zero.shares_with(&rows));
+    assert!(rows.shares_with(&relies(Zero, 3, &[8])), "its zeros are zeros, whatever pad value it names");
+    assert!(rows.shares_with(&relies(FillSentinel, 0, &[8])), "a sentinel of 0 is zeros, too");
     assert!(!rows.shares_with(&one), "a foreign sentinel is no row of an earlier replay");
     assert!(!rows.shares_with(&relies(Zero, 0, &[4, 2])));
     assert!(!rows.shares_with(&Reliance { rewrites: false, ..zero }));

@@ -87,6 +87,11 @@ fn a_budget_of_bytes_prints_what_is_used_and_what_is_dropped() {
     let table = Value::from_json(r#"{"1": 10, "2": 20, "64": 4000}"#).expect("json");
     let buckets = weigh(&[1, 2, 64], 100, None, table);
     assert_eq!((buckets.sizes(), buckets.total_bytes(), buckets.fit(3)), (&[1, 2][..], Some(30), None));
+    assert_eq!(*buckets.bytes(), [(1, 10), (2, 20), (64, 4000)].into(), "of what the budget took away, too");
+    assert!(buckets.to_string().contains("bytes    30 bytes of 100 bytes"), "{buckets}");
+    let most = Value::Int(i64::MAX);
+    let buckets = decode(&Arguments { bs: list(&[1]), bytes_per_size: most, ..Arguments::default() });
+    assert!(buckets.to_string().contains("bytes    8388608.0 TiB\n"), "{buckets}");
     assert_eq!(weigh(&[1, 2], 5, None, int(6)).sizes(), [0_u32; 0]);
     assert_eq!(weigh(&[1, 2], 0, None, int(0)).sizes(), [1, 2]);
 }
@@ -113,9 +118,12 @@ fn bytes_that_nobody_gave_or_that_are_none_are_refused() {
 }
 
 #[test]
-fn one_graph_is_the_largest_and_two_are_the_ends() {
+fn one_graph_is_the_largest_two_are_the_ends_and_more_grow_by_one_ratio() {
     let sizes = [1, 2, 4, 8, 16];
     assert_eq!(explicit(&sizes, true, 1, None, Some(1)).sizes(), [16]);
     assert_eq!(explicit(&sizes, true, 1, None, Some(2)).sizes(), [1, 16]);
     assert_eq!(explicit(&sizes, true, 1, None, Some(3)).sizes(), [1, 4, 16]);
+    assert_eq!(explicit(&[10, 20, 40, 80, 160], true, 1, None, Some(3)).sizes(), [10, 40, 160]);
+    assert_eq!(explicit(&[10, 1000, 1001, 1002, 2000], true, 1, None, Some(4)).sizes(), [10, 1000, 1001, 2000]);
+    assert_eq!(explicit(&[1, 2, 8, 16], true, 1, None, Some(3)).sizes(), [1, 8, 16], "of two as near, the larger");
 }

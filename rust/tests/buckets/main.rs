@@ -3,6 +3,7 @@
 #![expect(clippy::expect_used, reason = "a helper that panics is a test that fails")]
 
 use std::collections::BTreeSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use devicegraph::buckets::{Arguments, Buckets};
 use devicegraph::config::LARGEST_SIZE;
@@ -228,6 +229,33 @@ fn a_list_of_which_nothing_is_left_is_empty_and_says_why() {
     padding  off: a size in between runs eager
     ");
     assert_eq!(explicit(&[8], true, 16, Some(8), None).maximum(), 0);
+    let unaligned =
+        explicit(&[8], true, 16, Some(8), None).dropped().map(|(_, reason)| reason.code()).collect::<Vec<_>>();
+    assert_eq!(unaligned, ["bucket-not-aligned"], "the limit itself is within it");
+}
+
+#[test]
+fn lists_are_equal_and_hash_alike_where_every_size_has_the_same_bucket_and_only_there() {
+    let hash = |buckets: &Buckets| {
+        let mut state = DefaultHasher::new();
+        buckets.hash(&mut state);
+        state.finish()
+    };
+    let buckets = explicit(&[1, 2, 4], true, 1, None, None);
+    let same = explicit(&[1, 2, 4, 8], true, 1, Some(4), None);
+    assert_eq!((&buckets, hash(&buckets)), (&same, hash(&same)), "however the list came about");
+    for other in [explicit(&[1, 2], true, 1, None, None), explicit(&[1, 2, 4], false, 1, None, None)] {
+        assert!(buckets != other && hash(&buckets) != hash(&other), "{other}");
+    }
+}
+
+#[test]
+fn four_sizes_with_one_step_are_a_run_and_three_are_not() {
+    assert_snapshot!(explicit(&[1, 2, 3, 4, 10, 12, 14, 16, 20, 24, 28], true, 1, None, None), @r"
+    asked    1..4, 10..16 by 2, 20, 24, 28
+    kept     1..4, 10..16 by 2, 20, 24, 28
+    padding  on: a size in between takes the next larger bucket
+    ");
 }
 
 #[test]

@@ -70,7 +70,8 @@ fn carry_out(plan: &FillPlan, cases: &[Case], memories: &mut [Memory]) {
         }
         for head in &group.heads {
             let (memory, source) = (&mut memories[head.slot], cases[head.slot].source.as_ref().unwrap());
-            assert!(source.is_contiguous() && source.device == group.device);
+            assert_eq!(source.strides[..], stepped(&source.shape, 1), "its elements lie in row-major order");
+            assert_eq!(source.device, group.device);
             assert_eq!(head.shape, source.shape);
             let from = if group.to == group.from { memory.itemsize } else { group.from.itemsize() };
             let given = Memory::new(&cases[head.slot].values, from).bytes;
@@ -228,6 +229,17 @@ fn a_source_spans_the_elements_from_its_first_to_its_last() {
 }
 
 #[test]
+fn a_source_is_contiguous_in_row_major_order_without_gaps_only() {
+    let contiguous = |shape: &[usize], strides: &[usize]| {
+        Source { shape: shape.into(), strides: strides.into(), ..source("int64", &[]) }.is_contiguous()
+    };
+    assert!(contiguous(&[], &[]) && contiguous(&[5], &[1]) && contiguous(&[3, 5], &[5, 1]));
+    assert!(!contiguous(&[5], &[2]) && !contiguous(&[3, 5], &[8, 1]) && !contiguous(&[3, 5], &[1, 3]));
+    assert!(!contiguous(&[5, 1], &[1, 5]), "along a dimension of one index, too");
+    assert!(!contiguous(&[5], &[5, 1]) && !contiguous(&[2, 5], &[1]), "one stride for each dimension");
+}
+
+#[test]
 fn a_full_buffer_is_one_run_whatever_its_planes() {
     let plan = planned(vec![slot("mrope", "int64", &[3, 24])], [0, 0, 24, 24], &[source("int64", &[3, 24])]).unwrap();
     assert_eq!(plan.groups[0].heads[0].runs.offsets[..], [0]);
@@ -332,6 +344,7 @@ fn refused(slot: SlotLayout, source: Source) -> String {
 fn every_refusal_names_slot_and_both_sides() {
     let plain = || slot("positions", "int64", &[24]);
     let planes = || slot("mrope", "int64", &[3, 24]);
+    let whole = || SlotLayout { axis: Axis::None, policy: PaddingPolicy::KeepPad, ..plain() };
     let prefix = || SlotLayout { dim: 0, prefix: true, ..slot("pages", "int32", &[24, 6]) };
     let given = || SlotLayout { feed: Feed::Function, ..plain() };
     let quarter = || SlotLayout { rows: Rows { base: 0, step: 1, unit: 3 }, ..plain() };
@@ -342,6 +355,8 @@ fn every_refusal_names_slot_and_both_sides() {
     insta::assert_snapshot!(refused(planes(), source("int64", &[5])), @"slot `mrope`: the source has shape [5], expected [3, 5] [wrong-shape]");
     insta::assert_snapshot!(refused(planes(), source("int64", &[1, 5])), @"slot `mrope`: the source has shape [1, 5], expected [3, 5] [wrong-shape]");
     insta::assert_snapshot!(refused(planes(), source("int64", &[3, 4])), @"slot `mrope`: the source has 4 rows, the batch 5 [wrong-rows]");
+    insta::assert_snapshot!(refused(whole(), source("int64", &[0])), @"slot `positions`: the source has shape [0], expected [24] [wrong-shape]");
+    insta::assert_snapshot!(refused(prefix(), source("int32", &[4, 6])), @"slot `pages`: the source has 4 rows, the batch 5 [wrong-rows]");
     insta::assert_snapshot!(refused(prefix(), source("int32", &[5, 7])), @"slot `pages`: the source is 7 wide, the slot 6 [too-wide]");
     insta::assert_snapshot!(refused(prefix(), source("int32", &[4, 2])), @"slot `pages`: the source has 4 rows, the batch 5 [wrong-rows]");
     insta::assert_snapshot!(refused(given(), source("int64", &[9])), @"slot `positions`: the source has 9 rows, the bucket 8 [too-many-rows]");
@@ -349,6 +364,15 @@ fn every_refusal_names_slot_and_both_sides() {
     insta::assert_snapshot!(refused(plain(), source("float32", &[5])), @"slot `positions`: a cast from `float32` to `int64` can change values [narrowing-cast]; hint: declare the slot as `float32`, or accept the loss with `allow_narrowing=True`");
     insta::assert_snapshot!(refused(plain(), source("complex64", &[5])), @"slot `positions`: `complex64` is no slot dtype [unsupported-dtype]");
     insta::assert_snapshot!(refused(quarter(), source("int64", &[1])), @"slot `positions`: a bucket of 8 is not a multiple of 3 [bucket-not-divisible]; hint: use 6 or 9");
+}
+
+#[test]
+fn in_a_full_buffer_too_the_rows_of_a_source_lie_along_the_slots_own_axis() {
+    let planes = slot("mrope", "int64", &[3, 24]);
+    insta::assert_snapshot!(
+        told(&planned(vec![planes], [0, 0, 5, 24], &[source("int64", &[5, 24])])),
+        @"slot `mrope`: the source has shape [5, 24], expected [3, 5] [wrong-shape]"
+    );
 }
 
 #[test]

@@ -8,7 +8,7 @@ use devicegraph::step::{Planner, Source};
 use devicegraph::table::{Buffer, Entry, Given, LAUNCH_ENTRIES, Origin, Place, Table};
 use proptest::prelude::*;
 
-use crate::cases::{Case, MAX_BS, MAX_TOKENS, PAD_VALUE, checked, indices, offset, specified, steps};
+use crate::cases::{Case, MAX_BS, MAX_TOKENS, PAD_VALUE, checked, indices, offset, specified, stepped, steps};
 
 /// Where the buffer of a slot is.
 fn address(slot: usize) -> u64 {
@@ -62,7 +62,7 @@ proptest! {
         table.finish();
 
         let mut written = Written::default();
-        let block: HashMap<usize, i64> = staged(&table, &cases);
+        let block: HashMap<usize, i64> = staged(&table, &cases, room);
         for (origin, entry) in table.host.iter().chain(&table.device) {
             let values = match *origin {
                 Origin::Nowhere => HashMap::new(),
@@ -130,6 +130,7 @@ proptest! {
                 let value = if *origin == Origin::Number(0) { 5 } else { entry.value };
                 written.carry_out(&Entry { value, ..*entry }, |_| unreachable!());
             }
+            prop_assert!(written.0.values().all(|(_, times)| *times == 1), "an element is written once");
             let number = Case { values: vec![5; case.values.len()], ..case.clone() };
             let after: Vec<_> = case.before.iter().enumerate()
                 .map(|(element, value)| written.0.get(&(0, element)).map_or(*value, |(new, _)| *new)).collect();
@@ -155,6 +156,88 @@ fn a_source_that_the_slots_memory_cannot_be_filled_from_directly_is_not_taken() 
 }
 
 #[test]
+fn a_source_on_the_host_is_staged_for_a_slot_on_the_device_where_there_is_room() {
+    let slots = ["ids", "positions"]
+        .map(|name| SlotLayout { source_device: SourceDevice::Cpu, ..crate::slot(name, "int64", &[24]) });
+    let source = Source { device: "cpu".into(), strides: stepped(&[5], 2).into(), ..crate::source("int64", &[5]) };
+    let planner = Planner::new(slots.to_vec(), MAX_BS, MAX_TOKENS);
+    let work = planner.work(&checked([0, 0, 5, 8]), &[Some(source.clone()), Some(source.clone())], false).unwrap();
+    for (staged_bytes, expected) in [(39, &[][..]), (40, &[0]), (87, &[0]), (88, &[0, 48])] {
+        let place = Place { device: Some("cuda:0".to_owned()), staged_bytes };
+        let mut table = Table::default();
+        for (index, layout) in slots.iter().enumerate() {
+            let buffer = Buffer { address: address(index), pad_bits: 0 };
+            let taken = table.add(index, layout, buffer, &work[index], Some(&Given::Tensor(source.clone())), &place);
+            assert_eq!(taken, index < expected.len(), "{staged_bytes} bytes");
+        }
+        let places: Vec<_> = table.staged.iter().map(|(_, at, entry)| (*at, entry.src_strides[2])).collect();
+        assert_eq!(places, expected.iter().map(|at| (*at, 2)).collect::<Vec<_>>(), "as the source lies");
+        let read: Vec<_> = table.device.iter().map(|(origin, entry)| (*origin, entry.src_strides[2])).collect();
+        assert_eq!(read, expected.iter().map(|at| (Origin::Staged(*at), 1)).collect::<Vec<_>>(), "as it was packed");
+    }
+}
+
+/// The entries of a slot on the device whose source is there, too, where it can be taken.
+fn on_device(layout: SlotLayout, source: &Source) -> Option<Vec<Entry>> {
+    let planner = Planner::new(vec![layout.clone()], MAX_BS, MAX_TOKENS);
+    let work = planner.work(&checked([0, 0, source.shape[layout.dim], 8]), &[Some(source.clone())], false).unwrap();
+    let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
+    let buffer = Buffer { address: address(0), pad_bits: 0 };
+    let mut table = Table::default();
+    let given = Given::Tensor(source.clone());
+    let taken = table.add(0, &layout, buffer, &work[0], Some(&given), &place);
+    taken.then(|| table.device.into_iter().map(|(_, entry)| entry).collect())
+}
+
+#[test]
+fn an_entry_names_the_types_that_it_casts_between_and_moves_one_type_as_integers() {
+    for (to, from, codes) in [
+        ("int64", "int64", Some((8, 8))),
+        ("bool", "bool", Some((1, 1))),
+        ("float32", "float32", Some((6, 6))),
+        ("float8_e4m3fn", "float8_e4m3fn", Some((1, 1))),
+        ("int64", "int32", Some((8, 6))),
+        ("float32", "bfloat16", Some((11, 10))),
+        ("float64", "float16", Some((12, 9))),
+        ("uint8", "bool", Some((1, 0))),
+        ("float32", "float8_e4m3fn", None),
+    ] {
+        let entries = on_device(crate::slot("a", to, &[24]), &crate::source(from, &[5]));
+        assert_eq!(entries.map(|entries| (entries[0].to, entries[0].from)), codes, "{to} from {from}");
+    }
+}
+
+#[test]
+fn neighbouring_dimensions_that_lie_alike_in_slot_and_source_are_one_of_an_entry() {
+    let rows = || SlotLayout { dim: 0, ..crate::slot("a", "int64", &[24, 2, 2, 2]) };
+    let taken = |source: Source| {
+        on_device(rows(), &source).map(|entries| {
+            entries
+                .iter()
+                .map(|entry| (entry.sizes, entry.src_strides[2], entry.live, entry.live_dim))
+                .collect::<Vec<_>>()
+        })
+    };
+    let source = |count: usize, strides: &[usize]| Source {
+        strides: strides.into(),
+        ..crate::source("int64", &[count, 2, 2, 2])
+    };
+    assert_eq!(taken(source(5, &[8, 4, 2, 1])), Some(vec![([1, 1, 64], 1, 40, 2)]));
+    assert_eq!(taken(source(8, &[8, 4, 2, 1])), Some(vec![([1, 1, 64], 1, 64, 2)]));
+    assert_eq!(taken(source(5, &[4, 20, 2, 1])), Some(vec![([8, 2, 4], 1, 5, 0)]));
+    assert_eq!(taken(source(5, &[1, 5, 10, 20])), None, "four are more than an entry has");
+    assert_eq!(taken(source(0, &[1, 5, 10, 20])), Some(vec![([1, 1, 64], 0, 0, 2)]), "nothing is read of no rows");
+}
+
+#[test]
+fn a_dimension_of_one_index_is_none_of_an_entrys_wherever_the_next_index_would_lie() {
+    let mut layout = SlotLayout { dim: 0, ..crate::slot("a", "int64", &[24, 1, 1, 1]) };
+    layout.strides = [1, 7, 9, 5].as_slice().into();
+    let source = Source { strides: [1, 3, 2, 4].as_slice().into(), ..crate::source("int64", &[5, 1, 1, 1]) };
+    assert_eq!(on_device(layout, &source).map(|entries| (entries.len(), entries[0].sizes)), Some((1, [1, 1, 8])));
+}
+
+#[test]
 fn an_entry_has_a_block_for_each_16_kib_that_it_writes_up_to_a_device_full() {
     for (dtype, count, blocks) in [
         ("uint8", 1, 1),
@@ -175,7 +258,7 @@ fn an_entry_has_a_block_for_each_16_kib_that_it_writes_up_to_a_device_full() {
 }
 
 /// What the block of staged sources holds, by byte at which an element starts.
-fn staged(table: &Table, cases: &[Case]) -> HashMap<usize, i64> {
+fn staged(table: &Table, cases: &[Case], room: usize) -> HashMap<usize, i64> {
     let mut block = HashMap::new();
     for (slot, at, entry) in &table.staged {
         assert_eq!((entry.dst, at % 16), (0, 0));
@@ -183,7 +266,8 @@ fn staged(table: &Table, cases: &[Case]) -> HashMap<usize, i64> {
         let mut written = Written::default();
         written.carry_out(&Entry { dst: address(0), ..*entry }, |element| values[&element]);
         for ((_, element), (value, times)) in written.0 {
-            assert_eq!(times, 1);
+            assert!(times == 1 && element < values.len(), "packed without gaps");
+            assert!(at + (element + 1) * usize::from(entry.itemsize) <= room, "within the block");
             let before = block.insert(at + element * usize::from(entry.itemsize), value);
             assert_eq!(before, None, "staged sources do not overlap");
         }
