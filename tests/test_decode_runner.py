@@ -440,6 +440,22 @@ def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_el
         assert caught.value.code == "forward-failed"
 
 
+def test_a_field_that_the_static_batch_lacks_is_named_with_where_it_comes_from() -> None:
+    class Reads(ToyEngine):
+        make_batch = None
+
+        def forward(self, batch: Any) -> Any:
+            return batch.page_slots * 2
+
+    with runner_for(Reads(), bs=[2]) as runner, pytest.raises(dg.CaptureError) as caught:
+        runner.capture()
+    assert str(caught.value) == (
+        "decode: capturing bucket 2 failed: AttributeError: 'StaticBatch' object has no attribute 'page_slots' "
+        "[forward-failed]\n\nhint: a static batch has what slots are registered for, and what `make_batch` adds: "
+        "not `page_slots`"
+    )
+
+
 class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")

@@ -70,6 +70,20 @@ def test_other_ranks_log_what_went_wrong_and_no_progress(caplog: pytest.LogCaptu
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_sizes_that_were_asked_for_and_do_not_fit_the_engine_are_reported_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for decode, left_out in (({"bs": [2, 64]}, "64"), ({"max_bs": 8}, "8"), ({}, None)):
+        caplog.clear()
+        with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=4), config=dg.CudaGraphConfig(decode=decode)) as runner:
+            report = runner.capture()
+        text = None if left_out is None else f"left out {left_out}: `bucket-over-limit`"
+        assert [line for line in str(report).splitlines() if "left out" in line] == ([] if text is None else [text])
+        assert [record.getMessage() for record in caplog.records] == ([] if text is None else [f"decode: {text}"])
+        sizes = [] if left_out is None else [{"size": int(left_out), "code": "bucket-over-limit"}]
+        assert report.to_dict()["left_out"] == sizes
+
+
 class Terminal(io.StringIO):
     shown = ""
 

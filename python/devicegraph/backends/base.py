@@ -18,6 +18,7 @@ import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
 from devicegraph.devices.adapter import dropped_on_failure
+from devicegraph.engine import StaticBatch
 from devicegraph.errors import BackendError, CaptureError, RankError
 from devicegraph.forking import ParentsGraphs, watch_forks
 
@@ -343,6 +344,8 @@ def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> 
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
             code = "out-of-memory"
         message, hint, operator = _one_line(cause), _HINTS[code], None
+        if isinstance(cause, AttributeError) and isinstance(cause.obj, StaticBatch):
+            hint = f"a static batch has what slots are registered for, and what `make_batch` adds: not `{cause.name}`"
     return CaptureError(
         f"{phase}: {'the capture' if shape_key is None else f'capturing {shape_key}'} failed: {message}",
         code=code,

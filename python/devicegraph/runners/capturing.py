@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from devicegraph.auditing.findings import AuditReport
+    from devicegraph.buckets import DroppedBucket
     from devicegraph.registry import CudaGraphBufferRegistry
     from devicegraph.runners.progress import CaptureProgress
     from devicegraph.runners.shape_key import ShapeKey
@@ -44,9 +45,9 @@ class CapturingRunner(RunnerParts):
                 `verify-failed`, with what was found, where the runner was made with `verify_on_capture`. No graph is
                 left then, eager steps work, and `capture()` can be called again. An interrupt passes through as it is,
                 and leaves as little.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.backend is None:
             reason = self.config[self.phase].reason
             note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
@@ -54,7 +55,8 @@ class CapturingRunner(RunnerParts):
         filling = self._start_over()
         keys = self._keys()
         if not keys:
-            return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
+            note = "no bucket fits the engine's limits"
+            return CaptureReport(self.phase, self.backend.name, left_out=self._left_out(), note=note)
         traced = self.backend.traces
         captured, dropped = self._capture_keys(keys, self.progress, verify=self.verify_on_capture)
         self._traces = self.backend.traces
@@ -65,6 +67,7 @@ class CapturingRunner(RunnerParts):
             self.backend.name,
             captured,
             dropped,
+            left_out=self._left_out(),
             fallback=self.fallback,
             traces=self._traces - traced,
             executor=filling.executor,
@@ -75,6 +78,11 @@ class CapturingRunner(RunnerParts):
         log_report(report, self.hooks.rank)
         return report
 
+    def _left_out(self) -> tuple[DroppedBucket, ...]:
+        """What the configuration names and `buckets` lacks; of default lists nothing, which fit themselves."""
+        phase = self.config[self.phase]
+        return () if phase.bs is None and phase.max_bs is None else self.buckets.dropped
+
     def estimate_capture(self) -> CaptureEstimate:
         """What `capture()` is going to take, for an engine that shares out memory before. Waits for the device.
 
@@ -84,9 +92,9 @@ class CapturingRunner(RunnerParts):
         Raises:
             CaptureError: as in `capture()`; `already-captured`; `estimate-failed` where one of the graphs does not fit
                 into memory.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.graphs:
             raise CaptureError(
                 f"{self.phase}: there are graphs already, which an estimate would drop",
@@ -181,9 +189,9 @@ class CapturingRunner(RunnerParts):
 
         Raises:
             CaptureError: `bucket-unknown` for another size.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if (size is None and not self.buckets) or (size is not None and size not in self.buckets):
             raise self._unknown_bucket(size)
         key = self._make_graph_key(min(self.buckets) if size is None else size, variant_label)
@@ -225,9 +233,9 @@ class CapturingRunner(RunnerParts):
         Raises:
             CaptureError: `bucket-unknown` for another size; a forward, or a preparation of metadata, that failed, or an
                 output whose rows cannot be told: there is no graph for the shape then.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.backend is None or size not in self.buckets:
             raise self._unknown_bucket(size)
         key = self._make_graph_key(size, variant_label)
@@ -289,7 +297,13 @@ class CapturingRunner(RunnerParts):
             self.backend.size_outputs(self.run_idle(size, variant_label))
 
     def drop_graph(self, key: ShapeKey) -> None:
-        """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
+        """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded.
+
+        Raises:
+            ReplayError: `step-in-progress`: it is called by a hook or a break of a replay.
+        """
+        if self._in_step:
+            self._check_free()
         graph = self.graphs.pop(key, None)
         if graph is not None:
             graph.drop()

@@ -76,6 +76,8 @@ class RunnerParts(ABC):
         ):
             if not isinstance(value, kind) and (value is not None or name == "config"):
                 raise ConfigError(f"{name}: {shown(value)} is no `{kind.__name__}`", code="wrong-type")
+        if config[self.phase].backend == "disabled":
+            backend = None
         if backend is not None and getattr(backend.owner(), "_state", "closed") != "closed":
             raise ConfigError(
                 "backend: it has the graphs of another runner, whose keys are the same",
@@ -127,6 +129,8 @@ class RunnerParts(ABC):
         self._estimate: CaptureEstimate | None = None
         #: The static batch of the replay that runs now.
         self._replaying: Any = None
+        #: Whether the static buffers are those of a replay that has not been launched yet, or runs Python in between.
+        self._in_step = False
         self._eager_steps = EagerSteps()
         self._has_captured = False
         self._state: Literal["open", "paused", "closed", "forked"] = "open"
@@ -279,6 +283,16 @@ class RunnerParts(ABC):
             raise made_before_fork(f"the {self.phase} runner")
         if self._state == "closed":
             raise ReplayError(f"the {self.phase} runner is closed", code="closed", hint="make a new one")
+
+    def _check_free(self) -> None:
+        """Open, and nobody's buffers and graph are in use."""
+        self._check_open()
+        if self._in_step:
+            raise ReplayError(
+                f"the {self.phase} runner is in the middle of a replay, whose buffers and graph would be changed",
+                code="step-in-progress",
+                hint="its hooks and breaks cannot replay, capture, drop or close: do that before or after the step",
+            )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
