@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -401,6 +402,21 @@ def test_verification_leaves_state_buffers_batches_and_counts_as_they_were() -> 
         assert runner.metrics() == metrics
         for batch, had in zip(batches, fields, strict=True):
             assert all(vars(batch)[name] is value for name, value in had.items())
+
+
+def test_no_copy_of_the_state_is_held_behind_a_verification_also_where_the_collector_is_off() -> None:
+    engine = ToyEngine()
+    with dg.DecodeCudaGraphRunner(engine, config=config(bs=[4])) as runner:
+        runner.capture()
+        gc.collect()
+        gc.disable()
+        try:
+            assert dg.verify(runner, [engine.batch([3, 1]), engine.batch([2])], state=state_of(engine))
+            shapes = (engine.cache.shape, engine.cache[1:].shape)
+            held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape in shapes]
+            assert {each.data_ptr() for each in held} == {engine.cache.data_ptr()}
+        finally:
+            gc.enable()
 
 
 def test_state_and_buffers_are_put_back_where_a_hook_fails() -> None:
