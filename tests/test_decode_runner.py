@@ -269,6 +269,20 @@ def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_st
             output.unsqueeze_(0).requires_grad_()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ranks_share_of_the_buckets_tokens_is_given_whole(ranks: int) -> None:
+    class Shares(ToyEngine):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch)[: batch.batch_size // ranks]
+
+    registry = dg.build_decode_registry(device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1)
+    registry.token_alignment = ranks
+    engine = Shares(max_bs=8)
+    with captured(engine, bs=[4, 8], registry=registry) as runner:
+        for live, bucket in ((3, 4), (5, 8)):
+            assert runner.run(engine.batch([3] * live)).shape == (bucket // ranks, 32)
+
+
 @pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
 @pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
 def test_shapes_that_are_captured_one_by_one_are_all_cut_to_their_live_rows(order: tuple[int, ...], axes: Any) -> None:
