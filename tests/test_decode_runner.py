@@ -269,6 +269,20 @@ def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_st
             output.unsqueeze_(0).requires_grad_()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ranks_share_of_the_buckets_tokens_is_given_whole(ranks: int) -> None:
+    class Shares(ToyEngine):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch)[: batch.batch_size // ranks]
+
+    registry = dg.build_decode_registry(device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1)
+    registry.token_alignment = ranks
+    engine = Shares(max_bs=8)
+    with captured(engine, bs=[4, 8], registry=registry) as runner:
+        for live, bucket in ((3, 4), (5, 8)):
+            assert runner.run(engine.batch([3] * live)).shape == (bucket // ranks, 32)
+
+
 @pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
 @pytest.mark.parametrize("axes", [None, [dg.RowAxis(0)]])
 def test_shapes_that_are_captured_one_by_one_are_all_cut_to_their_live_rows(order: tuple[int, ...], axes: Any) -> None:
@@ -868,6 +882,18 @@ def test_an_eager_step_runs_the_same_hooks_on_the_engines_own_batch() -> None:
         ]
 
 
+@pytest.mark.parametrize("hook", ["prepare_metadata", "upgrade_metadata"])
+def test_either_hook_of_metadata_runs_in_every_step_without_the_other(hook: str) -> None:
+    engine, seen = ToyEngine(max_bs=4), []
+    setattr(engine, hook, lambda batch, key: seen.append((batch.seq_lens.tolist(), key)))
+    with captured(engine, bs=[2, 3]) as runner:
+        assert seen == [([1, 1, 1], dg.ShapeKey(3)), ([1, 1], dg.ShapeKey(2))]
+        seen.clear()
+        runner.run(engine.batch([3]))
+        runner.run(engine.batch([3, 4, 5, 6]))
+        assert seen == [([3, 1], dg.ShapeKey(2)), ([3, 4, 5, 6], None)]
+
+
 def test_metadata_is_prepared_with_the_lengths_of_the_step_and_keeps_its_address() -> None:
     engine, oracle = Recorded(max_bs=8), Recorded(max_bs=8)
     with captured(engine, bs=[4, 8]) as runner:
@@ -1426,6 +1452,22 @@ def test_indices_of_earlier_steps_are_gone_in_a_capture_also_beyond_its_bucket()
         runner.run(engine.batch([3, 5, 2]))
         runner.capture()
     assert seen == [True, False, False]
+
+
+def test_the_batch_of_a_capture_is_nobodys_whatever_the_last_step_has_left() -> None:
+    seen: list[list[int]] = []
+
+    class Planned(ToyEngine):
+        def prepare_metadata(self, batch: Any, key: Any) -> None:
+            seen.append(batch.seq_lens.tolist())
+
+    engine = Planned(max_bs=4)
+    with captured(engine, bs=[2, 4]) as runner:
+        runner.run(engine.batch([3, 5, 2]))
+        assert seen[-1] == [3, 5, 2, 1]
+        seen.clear()
+        runner.capture()
+        assert seen == [[1] * 4, [1] * 2]
 
 
 def test_a_capture_begins_without_the_graphs_of_the_one_before() -> None:
