@@ -175,6 +175,7 @@ fn a_list_prints_what_it_comes_to() {
     padding  3320 of 11630 rows (28.5%) with 4 graphs
     ");
     assert_eq!(best.curve()[3], best.outcome().padded_rows);
+    assert!((best.outcome().waste() - 3320.0 / 11630.0).abs() < 1e-12);
     let (limit, alignment) = (int(50), int(8));
     let (bytes, bytes_per_size) = (int(30 << 20), int(7 << 20));
     assert_snapshot!(optimized(&Arguments { bytes, bytes_per_size, limit, alignment, ..arguments }), @"
