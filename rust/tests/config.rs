@@ -174,6 +174,13 @@ fn what_is_wrong_with_a_document_as_a_whole() {
 }
 
 #[test]
+fn only_a_backend_in_place_of_a_phase_is_told_how_to_be_written() {
+    let hint = |json: &str| from_json(json).expect_err("no object").issues[0].hint();
+    assert_eq!(hint(r#"{"decode": "breakable"}"#).as_deref(), Some(r#"write `{"backend": "breakable"}`"#));
+    assert_eq!(hint(r#"{"decode": "fast"}"#), None);
+}
+
+#[test]
 fn syntax_errors_give_line_and_column() {
     assert_snapshot!(refused("{\"decode\": {\n  \"max_bs\" 64}}"), @"line 2, column 12: expected `:` [json-syntax]");
     assert_snapshot!(refused(""), @"line 1, column 1: EOF while parsing a value [json-syntax]");
