@@ -187,6 +187,12 @@ fn a_list_prints_what_it_comes_to() {
 }
 
 #[test]
+fn the_sizes_to_choose_from_are_those_seen_and_the_maximum_rounded_up() {
+    let arguments = Arguments { histogram: traffic(), alignment: int(8), maximum: int(70), ..Arguments::default() };
+    assert_eq!(arguments.candidates().expect("the arguments are good"), [8, 16, 24, 32, 40, 48, 64, 72]);
+}
+
+#[test]
 fn steps_above_every_bucket_still_leave_a_list() {
     let best = optimized(&Arguments { histogram: traffic(), maximum: int(1), ..Arguments::default() });
     assert_eq!((best.sizes(), best.outcome().replayed, best.outcome().eager), (&[1][..], 300, 700));
