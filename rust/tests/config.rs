@@ -5,7 +5,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use devicegraph::buckets::{Arguments, Buckets};
-use devicegraph::config::{Config, Export, KEYS, Phase};
+use devicegraph::config::{Config, Export, KEYS, Phase, PhaseConfig};
 use devicegraph::document::Value;
 use devicegraph::error::ConfigError;
 use insta::assert_snapshot;
@@ -103,6 +103,17 @@ fn configurations_are_equal_and_hash_alike_where_the_same_values_hold_and_only_t
     assert_eq!((&default, hash(&default)), (&named, hash(&named)), "whoever named them");
     let other = from_json(r#"{"padding": false}"#).expect("good");
     assert!(default != other && hash(&default) != hash(&other));
+
+    let hash = |phase: &PhaseConfig| {
+        let mut state = DefaultHasher::new();
+        phase.hash(&mut state);
+        state.finish()
+    };
+    let phase = |json: &str| PhaseConfig::from_value(&Value::from_json(json).expect("json"), &SOURCE).expect("good");
+    let (nothing, named) = (PhaseConfig::default(), phase(r#"{"tc_compiler": "eager"}"#));
+    assert_eq!((&nothing, hash(&nothing)), (&named, hash(&named)), "of a phase, too");
+    let other = phase(r#"{"max_bs": 8}"#);
+    assert!(nothing != other && hash(&nothing) != hash(&other));
 }
 
 fn refused(json: &str) -> String {
@@ -160,6 +171,13 @@ fn what_is_wrong_with_a_document_as_a_whole() {
     prefill: `"disabled"` is a string, not an object with the keys `backend`, `max_bs`, `bs` and `tc_compiler` [wrong-type]
       hint: write `{"backend": "disabled"}`
     "#);
+}
+
+#[test]
+fn only_a_backend_in_place_of_a_phase_is_told_how_to_be_written() {
+    let hint = |json: &str| from_json(json).expect_err("no object").issues[0].hint();
+    assert_eq!(hint(r#"{"decode": "breakable"}"#).as_deref(), Some(r#"write `{"backend": "breakable"}`"#));
+    assert_eq!(hint(r#"{"decode": "fast"}"#), None);
 }
 
 #[test]
@@ -254,7 +272,7 @@ fn a_phase_in_a_configuration_knows_its_backend() {
     let text = |phase| format!("{:?}", Config::default().phase(phase).get("backend"));
     assert_snapshot!(text(Phase::Decode), @r#"Some(Word("full"))"#);
     assert_snapshot!(text(Phase::Prefill), @r#"Some(Word("tc_piecewise"))"#);
-    assert_eq!(devicegraph::config::PhaseConfig::default().get("backend"), None);
+    assert_eq!(PhaseConfig::default().get("backend"), None);
     assert_eq!(Config::default().phase(Phase::Decode).explicit_keys(), Vec::<&str>::new());
 }
 

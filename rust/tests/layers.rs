@@ -221,6 +221,38 @@ fn every_key_has_a_current_option_and_every_deprecated_option_names_one() {
     assert_eq!(names.len(), OPTIONS.len());
 }
 
+#[test]
+fn every_option_says_what_it_takes_what_it_is_and_what_replaces_it() {
+    let line = |option: &ConfigOption| {
+        let named = option.metavar().map_or(option.flag.to_owned(), |takes| format!("{} {takes}", option.flag));
+        let about = option.deprecation().unwrap_or_else(|| option.help());
+        assert_eq!(option.help().starts_with("deprecated"), option.deprecated);
+        format!("{named}: {about}")
+    };
+    assert_snapshot!(OPTIONS.iter().map(line).collect::<Vec<_>>().join("\n"), @r"
+    --cuda-graph-config JSON: the whole configuration; overrides every other option, key by key (default: {})
+    --cuda-graph-backend-decode {full,breakable,tc_piecewise,disabled}: how decode is captured (default: full); `--cuda-graph-config` overrides it
+    --cuda-graph-backend-prefill {breakable,tc_piecewise,disabled}: how prefill is captured (default: tc_piecewise); `--cuda-graph-config` overrides it
+    --cuda-graph-max-bs-decode N: the largest size of decode to capture, in requests (default: the engine decides); `--cuda-graph-config` overrides it
+    --cuda-graph-max-bs-prefill N: the largest size of prefill to capture, in tokens (default: the engine decides); `--cuda-graph-config` overrides it
+    --cuda-graph-bs-decode N: the sizes of decode to capture, in requests (default: the engine decides); `--cuda-graph-config` overrides it
+    --cuda-graph-bs-prefill N: the sizes of prefill to capture, in tokens (default: the engine decides); `--cuda-graph-config` overrides it
+    --cuda-graph-tc-compiler {eager,inductor}: what compiles the pieces of `tc_piecewise` (default: eager); `--cuda-graph-config` overrides it
+    --disable-cuda-graph-padding: pad no size to the next larger one, so that other sizes than those captured run eager (default: sizes are padded); `--cuda-graph-config` overrides it
+    --disable-cuda-graph: `--disable-cuda-graph` is deprecated; use `--cuda-graph-backend-decode disabled` and `--cuda-graph-backend-prefill disabled`
+    --disable-decode-cuda-graph: `--disable-decode-cuda-graph` is deprecated; use `--cuda-graph-backend-decode disabled`
+    --disable-prefill-cuda-graph: `--disable-prefill-cuda-graph` is deprecated; use `--cuda-graph-backend-prefill disabled`
+    --cuda-graph-max-bs N: `--cuda-graph-max-bs` is deprecated; use `--cuda-graph-max-bs-decode`
+    --cuda-graph-bs N: `--cuda-graph-bs` is deprecated; use `--cuda-graph-bs-decode`
+    --enable-breakable-cuda-graph: `--enable-breakable-cuda-graph` is deprecated; use `--cuda-graph-backend-prefill breakable`
+    --disable-piecewise-cuda-graph: `--disable-piecewise-cuda-graph` is deprecated; use `--cuda-graph-backend-prefill disabled`
+    --enforce-piecewise-cuda-graph: `--enforce-piecewise-cuda-graph` is deprecated; use `--cuda-graph-backend-prefill tc_piecewise`
+    --piecewise-cuda-graph-tokens N: `--piecewise-cuda-graph-tokens` is deprecated; use `--cuda-graph-bs-prefill`
+    --piecewise-cuda-graph-max-tokens N: `--piecewise-cuda-graph-max-tokens` is deprecated; use `--cuda-graph-max-bs-prefill`
+    --piecewise-cuda-graph-compiler {eager,inductor}: `--piecewise-cuda-graph-compiler` is deprecated; use `--cuda-graph-tc-compiler`
+    ");
+}
+
 fn explained() -> Config {
     let given = [
         ("disable_cuda_graph", Value::Bool(true)),

@@ -175,6 +175,7 @@ fn a_list_prints_what_it_comes_to() {
     padding  3320 of 11630 rows (28.5%) with 4 graphs
     ");
     assert_eq!(best.curve()[3], best.outcome().padded_rows);
+    assert!((best.outcome().waste() - 3320.0 / 11630.0).abs() < 1e-12);
     let (limit, alignment) = (int(50), int(8));
     let (bytes, bytes_per_size) = (int(30 << 20), int(7 << 20));
     assert_snapshot!(optimized(&Arguments { bytes, bytes_per_size, limit, alignment, ..arguments }), @"
@@ -183,6 +184,12 @@ fn a_list_prints_what_it_comes_to() {
     bytes    28.0 MiB
     padding  5290 of 12960 rows (40.8%) with 4 graphs
     ");
+}
+
+#[test]
+fn the_sizes_to_choose_from_are_those_seen_and_the_maximum_rounded_up() {
+    let arguments = Arguments { histogram: traffic(), alignment: int(8), maximum: int(70), ..Arguments::default() };
+    assert_eq!(arguments.candidates().expect("the arguments are good"), [8, 16, 24, 32, 40, 48, 64, 72]);
 }
 
 #[test]

@@ -101,6 +101,44 @@ fn aliases_and_the_prefix_name_the_same_type() {
     assert_eq!(DType::parse("complex64"), None);
 }
 
+#[test]
+fn a_number_has_the_bits_of_an_element_that_holds_it_and_none_where_none_does() {
+    for (name, number, bits) in [
+        ("bool", 1, Some(1)),
+        ("bool", 2, None),
+        ("uint8", 255, Some(0xff)),
+        ("uint8", 256, None),
+        ("uint8", -1, None),
+        ("int8", 127, Some(0x7f)),
+        ("int8", 128, None),
+        ("int8", -128, Some(0x80)),
+        ("int8", -129, None),
+        ("int16", -1, Some(0xffff)),
+        ("int32", -2, Some(0xffff_fffe)),
+        ("int64", -1, Some(u64::MAX)),
+        ("int64", 1 << 63, None),
+        ("uint64", (1 << 64) - 1, Some(u64::MAX)),
+        ("uint64", 1 << 64, None),
+        ("float32", -2, Some(0xc000_0000)),
+        ("float64", -2, Some(0xc000_0000_0000_0000)),
+        ("float16", 1, None),
+    ] {
+        assert_eq!(dtype(name).bits_of_integer(number), bits, "{number} as {name}");
+    }
+    for (name, number, bits) in [
+        ("float32", 1.5, Some(0x3fc0_0000)),
+        ("float32", f64::from(f32::MIN), Some(0xff7f_ffff)),
+        ("float32", 1e39, None),
+        ("float32", f64::NEG_INFINITY, Some(0xff80_0000)),
+        ("float32", f64::NAN, Some(0x7fc0_0000)),
+        ("float64", 1e39, Some(1e39_f64.to_bits())),
+        ("bfloat16", 1.0, None),
+        ("int64", 1.0, None),
+    ] {
+        assert_eq!(dtype(name).bits_of_real(number), bits, "{number} as {name}");
+    }
+}
+
 fn slot(shape: &[usize], strides: &[usize], dim: usize) -> SlotLayout {
     SlotLayout {
         name: "mrope".to_owned(),
