@@ -249,5 +249,6 @@ def test_debugging_is_off_unless_it_is_asked_for_by_argument_or_environment(
     assert kind_of_output() is BorrowedTensor
     assert kind_of_output(debug_outputs=False) is torch.Tensor
     assert kind_of_output(clone_outputs=True) is torch.Tensor, "an owned output has no time to be read in"
-    monkeypatch.setenv("DEVICEGRAPH_DEBUG", "0")
-    assert kind_of_output() is torch.Tensor
+    for word, kind in (("0", torch.Tensor), ("Off", torch.Tensor), ("", torch.Tensor), ("true", BorrowedTensor)):
+        monkeypatch.setenv("DEVICEGRAPH_DEBUG", word)
+        assert kind_of_output() is kind

@@ -470,6 +470,26 @@ def test_a_field_that_the_static_batch_lacks_is_named_with_where_it_comes_from()
     )
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_one_shape_is_captured_in_a_session_only_and_sessions_may_be_nested(backend: str) -> None:
+    engine = ToyEngine()
+    with runner_for(engine, bs=[2, 4], backend=backend) as runner:
+        assert runner.backend is not None
+        for _ in range(2):
+            with pytest.raises(dg.CaptureError) as caught:
+                runner.capture_one_shape(2)
+            assert (caught.value.code, runner.graphs) == ("no-session", {})
+            with runner.backend.capture_session():
+                runner.capture_one_shape(4)
+                with runner.backend.capture_session():
+                    runner.capture_one_shape(2)
+                runner.capture_one_shape(4)
+            batch = engine.batch([3, 5])
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+            for key in list(runner.graphs):
+                runner.drop_graph(key)
+
+
 class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -1386,14 +1406,14 @@ def test_a_batch_whose_size_is_not_known_is_refused() -> None:
             assert caught.value.code == "sizes-unknown"
 
 
-@pytest.mark.parametrize("given", [3, None, (3,), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("given", [3, None, (3,), (3, 3, 3), (-1, -1), (3, -1)], ids=str)
 def test_sizes_that_are_no_pair_are_refused_as_the_hook_gave_them(given: Any) -> None:
     engine: Any = ToyEngine()
     engine.sizes = lambda batch: given
     with captured(engine) as runner, pytest.raises(dg.ReplayError) as caught:
         runner.can_run(engine.batch([3]))
     assert str(caught.value).startswith(
-        f"the engine's `sizes` gave `{given}`, no pair of numbers [sizes-unknown]\n\nhint: "
+        f"the engine's `sizes` gave `{given}`, no pair of sizes [sizes-unknown]\n\nhint: "
     )
 
 

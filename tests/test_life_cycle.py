@@ -256,13 +256,19 @@ def test_what_would_change_the_buffers_or_the_graph_of_a_replay_is_refused_while
     if where != "break":
         setattr(engine, where, engine.nest)
     runner = captured(engine, "breakable")
+
+    def one_shape() -> None:
+        assert runner.backend is not None
+        with runner.backend.capture_session():
+            runner.capture_one_shape(2)
+
     other = engine.batch([2], seed=1)
     calls: dict[str, Callable[[], object]] = {
         "run": lambda: runner.run(other),
         "replay": lambda: runner.replay(other),
         "replay_prepare": lambda: runner.replay_prepare(other),
         "capture": runner.capture,
-        "capture_one_shape": lambda: runner.capture_one_shape(2),
+        "capture_one_shape": one_shape,
         "drop": lambda: runner.drop_graph(dg.ShapeKey(4)),
         "close": runner.close,
     }
@@ -297,6 +303,20 @@ def test_a_hook_may_ask_and_run_others_and_eagerly_in_the_middle_of_a_replay() -
     assert engine.seen[3].shape[0] == 5
     draft.close()
     target.close()
+
+
+def test_a_backend_that_is_given_waits_at_the_engines_barrier_and_captures_into_its_own_pool_only() -> None:
+    adapter, waits = dg.get_device_adapter("cpu"), []
+    pool = dg.GraphMemoryPool(adapter)
+    backend = dg.FullCudaGraphBackend(adapter, phase="decode", graph_pool=pool)
+    engine, config = ToyEngine(max_bs=4), dg.CudaGraphConfig(decode={"bs": [2]})
+    engine.barrier = lambda: waits.append(1)  # type: ignore[attr-defined]
+    with pytest.raises(dg.ConfigError) as caught:
+        dg.DecodeCudaGraphRunner(engine, config=config, backend=backend, graph_pool=dg.GraphMemoryPool(adapter))
+    assert caught.value.code == "graph-pools-differ"
+    with dg.DecodeCudaGraphRunner(engine, config=config, backend=backend, graph_pool=pool) as runner:
+        runner.capture()
+        assert (len(waits), pool.graphs) == (2, 1)
 
 
 def test_a_phase_that_is_disabled_uses_no_backend_that_it_is_given() -> None:

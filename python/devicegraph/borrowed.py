@@ -22,7 +22,7 @@ VARIABLE = "DEVICEGRAPH_DEBUG"
 
 def outputs_are_debugged() -> bool:
     """Whether the environment asks for it."""
-    return os.environ.get(VARIABLE) == "1"
+    return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 class _Pool(Protocol):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from devicegraph._core import FillNode
     from devicegraph.devices import CaptureErrorMode, DeviceAdapter
     from devicegraph.runners.capturing import CapturingRunner
+    from devicegraph.runners.parts import RunnerParts
 
 #: One for each device in use; it goes with the last backend that uses it. By type as well: an adapter of another type
 #: may have its memory on the same device, and its handles are its own.
@@ -140,6 +141,12 @@ class BaseCudaGraphBackend(ABC):
         self.owner: Callable[[], Any] = lambda: None
         watch_forks(self)
 
+    def serve(self, runner: RunnerParts) -> None:
+        """Called by a runner that is given this backend: the graphs are its own from now on, and so is its barrier."""
+        self.owner = weakref.ref(runner)
+        if self._barrier is None:
+            self._barrier = runner.hooks.barrier
+
     def leave_to_parent(self) -> None:
         """See `forking`: whoever asks for a graph in a child gets a `ReplayError` (`forked`)."""
         self._captured = ParentsGraphs(f"the {self.phase} backend", self._captured)
@@ -153,16 +160,20 @@ class BaseCudaGraphBackend(ABC):
         it is the capture stream's, and nobody else's tensors could use it. What the pools of earlier graphs left on the
         host is given back at the beginning.
         """
-        self._stream = _capture_stream(self.adapter) if stream is None else stream
+        stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
         self.adapter.empty_cache()
         self.adapter.empty_host_cache()
-        with self.adapter.stream_context(self._stream):
-            try:
-                yield self._stream
-            finally:
-                self.adapter.synchronize()
-                self.adapter.empty_cache()
+        outer, self._stream = self._stream, stream
+        try:
+            with self.adapter.stream_context(stream):
+                try:
+                    yield stream
+                finally:
+                    self.adapter.synchronize()
+                    self.adapter.empty_cache()
+        finally:
+            self._stream = outer
 
     @abstractmethod
     def capture_one(
@@ -272,6 +283,13 @@ class BaseCudaGraphBackend(ABC):
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
         """Runs the forward as often as it takes for lazily made things to be there, and returns its output."""
+        if self._stream is None:
+            raise CaptureError(
+                "no session of captures is open",
+                code="no-session",
+                hint="capture inside of `with backend.capture_session():`",
+                phase=self.phase,
+            )
         output: Any = None
         for _ in range(self.WARMUPS):
             self.adapter.synchronize()

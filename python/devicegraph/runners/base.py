@@ -67,8 +67,9 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
-            (`wrong-type`), a backend that another runner uses (`backend-in-use`), an engine that lacks something
-            (`engine-incomplete`), or a registry that does not fit it (`registry-device`, `registry-too-small`).
+            (`wrong-type`), a backend that another runner uses (`backend-in-use`) or that captures into another pool
+            (`graph-pools-differ`), an engine that lacks something (`engine-incomplete`), or a registry that does not
+            fit it (`registry-device`, `registry-too-small`).
         BackendError: the device or the backend is not available here; `nvtx-not-available` where the device has no such
             ranges.
     """
@@ -190,14 +191,12 @@ class BaseCudaGraphRunner(CapturingRunner):
         try:
             bs, num_tokens = sizes
         except (TypeError, ValueError) as error:
-            raise ReplayError(
-                f"the engine's `sizes` gave `{shown(sizes)}`, no pair of numbers",
-                code="sizes-unknown",
-                hint="return the requests and the tokens of the batch",
-            ) from error
-        if type(bs) is int is type(num_tokens) and bs >= 0 <= num_tokens:
-            return bs, num_tokens
-        return as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
+            raise _no_sizes(sizes) from error
+        if type(bs) is not int or type(num_tokens) is not int:
+            bs, num_tokens = as_size("requests of the batch", bs), as_size("tokens of the batch", num_tokens)
+        if bs < 0 or num_tokens < 0:
+            raise _no_sizes(sizes)
+        return bs, num_tokens
 
     def _decide(self, forward_batch: Any, bs: int, num_tokens: int) -> Decision:
         variant = self.hooks.variant(forward_batch) if self.hooks.variant is not None else None
@@ -444,3 +443,11 @@ class BaseCudaGraphRunner(CapturingRunner):
         if self._state != "open":
             self._check_open()
             raise ReplayError(f"the {self.phase} runner is paused", code="paused", hint="call `resume()` first")
+
+
+def _no_sizes(sizes: object) -> ReplayError:
+    return ReplayError(
+        f"the engine's `sizes` gave `{shown(sizes)}`, no pair of sizes",
+        code="sizes-unknown",
+        hint="return the requests and the tokens of the batch",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -84,6 +83,12 @@ class RunnerParts(ABC):
                 code="backend-in-use",
                 hint="make one for each runner, or close the other one first",
             )
+        if backend is not None and graph_pool not in (None, backend.graph_pool):
+            raise ConfigError(
+                "graph_pool: the backend that was given captures into another one",
+                code="graph-pools-differ",
+                hint="give the pool to the backend, and leave it out here",
+            )
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
@@ -136,7 +141,7 @@ class RunnerParts(ABC):
         self._state: Literal["open", "paused", "closed", "forked"] = "open"
         watch_forks(self)
         if backend is not None:
-            backend.owner = weakref.ref(self)
+            backend.serve(self)
         if nvtx:
             mark_steps(self, nvtx_ranges(self))
         if profile is not None:
