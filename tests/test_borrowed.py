@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import textwrap
 from typing import Any
@@ -183,6 +184,34 @@ def test_an_output_cannot_be_read_once_its_graph_is_gone() -> None:
         with pytest.raises(dg.ReplayError, match="the graph was dropped since") as caught:
             output.tolist()
         assert caught.value.code == "stale-output"
+
+
+def test_an_output_stays_readable_when_a_graph_that_ran_before_it_is_dropped() -> None:
+    engine = ToyEngine(max_bs=4)
+    with dg.DecodeCudaGraphRunner(engine, config=config(bs=[2, 4]), debug_outputs=True) as runner:
+        runner.capture()
+        for _ in range(2):
+            runner.run(engine.batch([3]))
+        batch = engine.batch([3, 5, 2])
+        output, want = runner.run(batch), engine.forward(batch)
+        runner.drop_graph(dg.ShapeKey(2))
+        assert torch.equal(output, want)
+
+
+def test_an_output_stays_readable_when_another_runner_of_the_pool_goes_without_being_closed() -> None:
+    engine, pool = ToyEngine(max_bs=4), dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    gone, runner = (
+        dg.DecodeCudaGraphRunner(engine, config=config(bs=[4]), graph_pool=pool, debug_outputs=True) for _ in range(2)
+    )
+    for each in (gone, runner):
+        each.capture()
+    gone.run(engine.batch([3]))
+    batch = engine.batch([3, 5])
+    output, want = runner.run(batch), engine.forward(batch)
+    del gone, each
+    gc.collect()
+    assert torch.equal(output, want)
+    runner.close()
 
 
 def test_every_tensor_of_a_nested_output_is_borrowed_and_the_rest_passes_through() -> None:

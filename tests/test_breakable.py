@@ -322,6 +322,15 @@ def test_coverage_tells_segments_and_breaks() -> None:
     of.cleanup()
 
 
+def test_an_operator_that_is_marked_is_covered_by_its_own_name() -> None:
+    of, x = backend(), torch.ones(3)
+    for marked in (torch.ops.aten.sin, torch.ops.aten.sin.default):
+        forward = dg.eager_on_graph(marked)
+        with of.capture_session():
+            of.capture_one("x", lambda forward=forward: forward(x) + 1)
+        assert of.coverage("x").breaks == (str(marked),)
+
+
 def test_debug_runs_the_whole_forward_as_one_break() -> None:
     runs: list[int] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def test_what_warm_ups_left_in_the_cache_is_given_back_before_each_capture_and_a
             backend.capture_one(size, partial(forward, size))
         assert adapter.events == ["empty cache, 0 held", "capture"] * 3
     assert adapter.events[6:] == ["empty cache, 0 held"]
+
+
+def test_an_estimate_gives_the_cache_back_when_its_graphs_are_gone() -> None:
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    graphs: list[int] = []
+    with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=4), config=dg.CudaGraphConfig(), graph_pool=pool) as runner:
+        with mock.patch.object(runner.adapter, "empty_cache", side_effect=lambda: graphs.append(pool.graphs)):
+            runner.estimate_capture()
+        assert graphs[-2:] == [3, 0]
 
 
 def pool_and_memory() -> tuple[dg.GraphMemoryPool, TapeMemory]:

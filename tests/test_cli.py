@@ -271,3 +271,11 @@ def test_the_module_runs_and_a_reader_that_stops_reading_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_a_command_whose_output_was_closed_before_it_began_does_its_work_in_silence() -> None:
+    command = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "devicegraph", "explain"], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -183,6 +183,39 @@ def test_a_single_bucket_is_compared_with_a_smaller_run_that_the_forward_allows(
         assert runner.run(engine.batch([3] * 5)).shape == (5, 32)
 
 
+def test_a_shape_that_is_captured_beside_others_has_its_rows_where_they_have_theirs() -> None:
+    engine = Multiples(max_bs=8)
+    with runner_for(engine, bs=[4, 8]) as runner, runner.backend.capture_session():
+        runner.capture_one_shape(8)
+        runner.capture_one_shape(4)  # the forward runs at no smaller size
+        assert runner.run(engine.batch([3] * 3)).shape == (3, 32)
+
+
+@pytest.mark.parametrize(
+    ("size", "unit", "tried"), [(8, 1, [7, 4]), (2, 1, [1]), (20, 4, [16, 8]), (8, 4, [4]), (4, 4, [])]
+)
+def test_a_single_bucket_is_compared_with_the_next_smaller_size_or_with_half_of_it(
+    size: int, unit: int, tried: list[int]
+) -> None:
+    smaller: list[int] = []
+
+    class One(ToyEngine):
+        def forward(self, batch: Any) -> torch.Tensor:
+            if batch.batch_size != size:
+                smaller.append(batch.batch_size)
+                raise ValueError("another size")
+            return super().forward(batch)
+
+    registry = dg.build_decode_registry(device="cpu", max_bs=size, max_num_token=size, seq_len_fill_value=1)
+    registry.token_alignment = unit
+    said = f"the forward fails at {tried[-1]}: another size" if tried else "no smaller one is a multiple of 4"
+    with runner_for(One(max_bs=size), bs=[size], registry=registry) as runner:
+        with pytest.raises(dg.CaptureError, match=f"only size {size} is captured, and {said}") as caught:
+            runner.capture()
+        assert caught.value.code == "output-rows"
+    assert smaller == tried
+
+
 def test_one_shape_can_be_captured_beside_the_others_or_alone() -> None:
     engine = ToyEngine(max_bs=8)
     for first in ((), (8, 4)):
@@ -209,6 +242,23 @@ def test_one_request_whose_output_loses_a_dimension_gets_all_of_it(form: Any) ->
             assert torch.equal(runner.run(batch), eager(engine, batch))
 
 
+def test_one_request_whose_output_has_other_parts_gets_all_of_it() -> None:
+    class Alone(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            logits = super().forward(batch)
+            return {"all": logits} if batch.batch_size == 1 else {"first": logits[:, :8], "rest": logits[:, 8:]}
+
+    engine = Alone(max_bs=4)
+    with runner_for(engine, bs=[1, 4]) as runner, runner.backend.capture_session():
+        for size in (1, 4):
+            runner.capture_one_shape(size)
+        for bs in (1, 3):
+            batch = engine.batch([3] * bs)
+            output = runner.run(batch)
+            assert list(output) == (["all"] if bs == 1 else ["first", "rest"])
+            assert torch.equal(torch.cat(list(output.values()), 1), ToyEngine(max_bs=4).forward(batch))
+
+
 def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_step() -> None:
     engine = ToyEngine(max_bs=4)
     with captured(engine) as runner:
@@ -217,6 +267,20 @@ def test_what_a_caller_does_to_the_form_of_an_output_is_not_there_in_the_next_st
             output = runner.run(batch)
             assert torch.equal(output, eager(engine, batch))
             output.unsqueeze_(0).requires_grad_()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ranks_share_of_the_buckets_tokens_is_given_whole(ranks: int) -> None:
+    class Shares(ToyEngine):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch)[: batch.batch_size // ranks]
+
+    registry = dg.build_decode_registry(device="cpu", max_bs=8, max_num_token=8, seq_len_fill_value=1)
+    registry.token_alignment = ranks
+    engine = Shares(max_bs=8)
+    with captured(engine, bs=[4, 8], registry=registry) as runner:
+        for live, bucket in ((3, 4), (5, 8)):
+            assert runner.run(engine.batch([3] * live)).shape == (bucket // ranks, 32)
 
 
 @pytest.mark.parametrize("order", [(1, 4, 8), (4, 1, 8), (8, 1, 4)])
@@ -253,6 +317,19 @@ def test_a_shape_that_is_no_bucket_or_of_a_disabled_phase_is_refused() -> None:
         with runner_for(ToyEngine(), **options) as runner, pytest.raises(dg.CaptureError, match=said) as caught:
             runner.capture_one_shape(3)
         assert caught.value.code == "bucket-unknown"
+
+
+def test_a_phase_without_a_bucket_that_fits_captures_nothing_and_says_why() -> None:
+    engine = ToyEngine(max_bs=4)
+    with runner_for(engine, bs=[8], padding=False) as runner:
+        assert runner.capture().note == "no bucket fits the engine's limits"
+        assert runner.estimate_capture().graphs == 0
+        for ask in (runner.audit, lambda: runner.capture_one_shape(8)):
+            with pytest.raises(dg.CaptureError, match="none fits the engine's limits") as caught:
+                ask()
+            assert caught.value.code == "bucket-unknown"
+        assert engine.forwards == []
+        assert runner.can_run(engine.batch([3])).code == "nothing-captured"
 
 
 def test_every_decision_has_its_code() -> None:
@@ -377,6 +454,48 @@ def test_a_forward_whose_error_is_its_own_cause_fails_the_capture_and_nothing_el
         assert caught.value.code == "forward-failed"
 
 
+def test_a_field_that_the_static_batch_lacks_is_named_with_where_it_comes_from() -> None:
+    class Reads(ToyEngine):
+        make_batch = None
+
+        def forward(self, batch: Any) -> Any:
+            return batch.page_slots * 2
+
+    with runner_for(Reads(), bs=[2]) as runner, pytest.raises(dg.CaptureError) as caught:
+        runner.capture()
+    assert str(caught.value) == (
+        "decode: capturing bucket 2 failed: AttributeError: 'StaticBatch' object has no attribute 'page_slots' "
+        "[forward-failed]\n\nhint: a static batch has what slots are registered for, and what `make_batch` adds: "
+        "not `page_slots`"
+    )
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("hook", ["forward", "after_warmup", "prepare_metadata", "progress"])
+@pytest.mark.parametrize(
+    "error", [StopIteration("no more"), UnprintableError()], ids=["StopIteration", "UnprintableError"]
+)
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_an_error_of_any_class_fails_the_capture_as_a_capture_error(backend: str, error: Exception, hook: str) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    engine = ToyEngine()
+    options: dict[str, Any] = {"progress": fail} if hook == "progress" else {}
+    if hook != "progress":
+        setattr(engine, hook, fail)
+    with runner_for(engine, bs=[2], backend=backend, **options) as runner:
+        with pytest.raises(dg.CaptureError, match=type(error).__name__) as caught:
+            runner.capture()
+        assert caught.value.code == ("capture-failed" if hook == "progress" else "forward-failed")
+        cause = caught.value.__cause__
+        assert cause is error or (cause is not None and cause.__cause__ is error)
+
+
 # Idle ranks and votes.
 
 
@@ -465,6 +584,43 @@ def test_an_idle_rank_gets_no_row_of_the_only_bucket(axes: Any) -> None:
     ranks.answer = dg.Proposal(True, 1)
     assert runner.run(engine.batch([])).shape == (0, 32)
     assert runner.run(engine.batch([3])).shape == (1, 32)
+
+
+def test_an_idle_rank_gets_no_row_of_the_only_bucket_in_any_tensor_that_has_a_dimension_for_rows() -> None:
+    class Three(ToyEngine):
+        def vote(self, proposal: dg.Proposal) -> dg.Proposal:
+            return dg.Proposal(True, 1)
+
+        def forward(self, batch: Any) -> Any:
+            logits = super().forward(batch)
+            return logits, logits[:, 0], logits.sum()
+
+    engine = Three(max_bs=1)
+    with captured(engine) as runner:
+        assert [tensor.shape for tensor in runner.run(engine.batch([]))] == [(0, 32), (0,), ()]
+        assert [tensor.shape for tensor in runner.run(engine.batch([3]))] == [(1, 32), (1,), ()]
+
+
+def test_an_idle_rank_gets_no_row_of_a_bucket_that_was_captured_before_there_was_another_to_tell_rows_by() -> None:
+    class Wide(ToyEngine):
+        joined = 0
+
+        def vote(self, proposal: dg.Proposal) -> dg.Proposal:
+            return dg.Proposal(True, self.joined)
+
+        def forward(self, batch: Any) -> Any:
+            return {"logits": super().forward(batch).t(), "head": self.head * 1}
+
+    engine = Wide(max_bs=4)
+    with runner_for(engine, bs=[1, 4]) as runner, runner.backend.capture_session():
+        engine.joined = 1
+        for size in (1, 4):
+            runner.capture_one_shape(size)
+            runner.run(engine.batch([]))
+        for engine.joined in (1, 4):
+            output = runner.run(engine.batch([]))
+            assert output["logits"].shape == (32, 0)
+            assert torch.equal(output["head"], engine.head)
 
 
 def test_each_rank_replays_the_variant_of_its_own_batch_in_the_bucket_that_all_agreed_on() -> None:
@@ -596,14 +752,23 @@ def test_a_bucket_that_a_variant_lacks_is_dropped_in_all_of_them_where_ranks_vot
                 raise torch.OutOfMemoryError("tried to allocate 2 GiB")
             return super().forward(batch)
 
-    with captured(Lacking(max_bs=4), bs=[1, 2, 4]) as runner:
-        assert {key.size for key in runner.graphs} == {1, 4}
+    with runner_for(Lacking(max_bs=4), bs=[1, 2, 4]) as runner:
+        report = runner.capture()
+        assert {key.size for key in runner.graphs} == {bucket.key.size for bucket in report.captured} == {1, 4}
+        assert {drop.key.variant_label: drop.reason.split(": ")[-1] for drop in report.dropped} == {
+            None: "another variant of it could not be captured",
+            "lora": "tried to allocate 2 GiB",
+        }
         labels = runner.hooks.variants
         assert {key.variant_label for key in runner.graphs} == set(labels)
         batches = [runner.model_runner.batch([3, 3]) for _ in labels]
         for batch, label in zip(batches, labels, strict=True):
             batch.extras["variant"] = label
         assert {runner.can_run(batch).key.size for batch in batches} == {4}
+    alone = Lacking(max_bs=4)
+    alone.vote = None  # type: ignore[method-assign,assignment]
+    with captured(alone, bs=[1, 2, 4]) as runner:
+        assert [runner.can_run(batch).key.size for batch in batches] == [2, 4]
 
 
 def test_an_error_that_ends_a_vote_is_raised_with_what_had_failed_here_before() -> None:
@@ -715,6 +880,18 @@ def test_an_eager_step_runs_the_same_hooks_on_the_engines_own_batch() -> None:
             ("in_graph", None),
             ("forward", 3),
         ]
+
+
+@pytest.mark.parametrize("hook", ["prepare_metadata", "upgrade_metadata"])
+def test_either_hook_of_metadata_runs_in_every_step_without_the_other(hook: str) -> None:
+    engine, seen = ToyEngine(max_bs=4), []
+    setattr(engine, hook, lambda batch, key: seen.append((batch.seq_lens.tolist(), key)))
+    with captured(engine, bs=[2, 3]) as runner:
+        assert seen == [([1, 1, 1], dg.ShapeKey(3)), ([1, 1], dg.ShapeKey(2))]
+        seen.clear()
+        runner.run(engine.batch([3]))
+        runner.run(engine.batch([3, 4, 5, 6]))
+        assert seen == [([3, 1], dg.ShapeKey(2)), ([3, 4, 5, 6], None)]
 
 
 def test_metadata_is_prepared_with_the_lengths_of_the_step_and_keeps_its_address() -> None:
@@ -887,6 +1064,20 @@ class FailsAt(ToyEngine):
         return output
 
 
+def test_a_forward_may_read_in_a_capture_what_a_slot_holds_on_the_host() -> None:
+    class Planned(ToyEngine):
+        def make_batch(self, views: dict[str, torch.Tensor], key: dg.ShapeKey) -> Any:
+            batch = super().make_batch(views, key)
+            batch.extras["lengths"] = views["seq_lens_cpu"]
+            return batch
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch) * int(batch.extras["lengths"].max())
+
+    with runner_for(Planned(max_bs=4), bs=[2, 4]) as runner:
+        assert len(runner.capture().captured) == 2
+
+
 @pytest.mark.parametrize("in_capture_only", [False, True])
 def test_a_failure_at_one_bucket_is_named_and_chained_and_leaves_no_graph(in_capture_only: bool) -> None:
     error = ValueError("from the model")
@@ -1020,6 +1211,17 @@ def test_replay_before_capture_and_after_close_and_while_paused_is_refused() -> 
         with pytest.raises(dg.ReplayError) as caught:
             step(batch)
         assert caught.value.code == "closed"
+
+
+@pytest.mark.parametrize("backend", ["full", "disabled"])
+def test_a_closed_runner_captures_estimates_and_audits_nothing_whatever_its_backend(backend: str) -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = runner_for(engine, backend=backend)
+    runner.close()
+    for ask in (runner.capture, runner.estimate_capture, runner.audit, lambda: runner.capture_one_shape(4)):
+        with pytest.raises(dg.ReplayError, match="closed"):
+            ask()
+    assert engine.forwards == []
 
 
 def test_a_decision_for_a_graph_that_was_dropped_since_is_refused() -> None:
@@ -1236,6 +1438,47 @@ def test_recapture_reads_no_live_row_and_serves_again() -> None:
         assert torch.equal(runner.run(batch), want)
 
 
+def test_indices_of_earlier_steps_are_gone_in_a_capture_also_beyond_its_bucket() -> None:
+    seen: list[bool] = []
+
+    class WholeTable(ToyEngine):
+        def prepare_metadata(self, batch: Any, key: Any) -> None:
+            seen.append(bool(registry.get_slot("req_pool_indices").buffer.any()))
+
+    engine = WholeTable(max_bs=4)
+    registry = dg.build_decode_registry(device="cpu", max_bs=4, max_num_token=4, seq_len_fill_value=1)
+    with captured(engine, bs=[1, 4], registry=registry, order="ascending") as runner:
+        seen.clear()
+        runner.run(engine.batch([3, 5, 2]))
+        runner.capture()
+    assert seen == [True, False, False]
+
+
+def test_the_batch_of_a_capture_is_nobodys_whatever_the_last_step_has_left() -> None:
+    seen: list[list[int]] = []
+
+    class Planned(ToyEngine):
+        def prepare_metadata(self, batch: Any, key: Any) -> None:
+            seen.append(batch.seq_lens.tolist())
+
+    engine = Planned(max_bs=4)
+    with captured(engine, bs=[2, 4]) as runner:
+        runner.run(engine.batch([3, 5, 2]))
+        assert seen[-1] == [3, 5, 2, 1]
+        seen.clear()
+        runner.capture()
+        assert seen == [[1] * 4, [1] * 2]
+
+
+def test_a_capture_begins_without_the_graphs_of_the_one_before() -> None:
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    graphs: list[int] = []
+    with runner_for(ToyEngine(max_bs=4), graph_pool=pool, progress=lambda event: graphs.append(pool.graphs)) as runner:
+        runner.capture()
+        runner.capture()
+    assert graphs == [1, 2, 3] * 2
+
+
 @pytest.mark.parametrize("order", ["descending", "ascending"])
 def test_buckets_are_captured_in_the_order_asked_for(order: str) -> None:
     engine = ToyEngine(max_bs=8)
@@ -1299,6 +1542,16 @@ def test_close_lets_go_of_graphs_outputs_and_buffers() -> None:
     assert output() is None
     assert buffer() is None
     assert len(TapeMemory.all()) == before
+
+
+def test_a_closed_runner_that_somebody_keeps_holds_none_of_the_graphs_that_it_replayed() -> None:
+    engine = ToyEngine(max_bs=4)
+    runner = captured(engine)
+    runner.run(engine.batch([3]))
+    graphs = [weakref.ref(graph) for graph in runner.graphs.values()]
+    runner.close()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 3
 
 
 def test_two_runners_of_one_pool_take_turns_and_closing_one_leaves_the_other() -> None:

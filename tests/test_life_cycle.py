@@ -191,3 +191,121 @@ def test_a_runner_goes_with_its_last_reference_also_where_the_collector_is_off(
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_backend_serves_one_runner_at_a_time() -> None:
+    engine, config = ToyEngine(), dg.CudaGraphConfig(decode={"bs": [2, 4], "backend": "breakable"})
+    backend = dg.BreakableCudaGraphBackend(dg.get_device_adapter("cpu"), phase="decode")
+    first = dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    with pytest.raises(dg.ConfigError, match="it has the graphs of another runner") as caught:
+        dg.DecodeCudaGraphRunner(engine, config=config, backend=backend)
+    assert caught.value.code == "backend-in-use"
+    for close_first in (first.close, lambda: None):
+        close_first()
+        with dg.DecodeCudaGraphRunner(engine, config=config, backend=backend) as runner:
+            runner.capture()
+            batch = engine.batch([3, 1])
+            assert torch.equal(runner.run(batch), eager(engine, batch))
+        del runner
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+@pytest.mark.parametrize("hook", ["make_batch", "prepare_metadata", "after_warmup"])
+def test_a_runner_that_a_hook_closes_while_it_captures_keeps_no_graph(backend: str, hook: str) -> None:
+    engine = ToyEngine()
+    hooks = {"make_batch": engine.make_batch}
+
+    def close(*args: Any) -> Any:
+        runner.close()
+        return hooks.get(hook, lambda *args: None)(*args)
+
+    setattr(engine, hook, close)
+    pool = dg.GraphMemoryPool(dg.get_device_adapter("cpu"))
+    config = dg.CudaGraphConfig(decode={"backend": backend, "bs": [2]})
+    runner = dg.DecodeCudaGraphRunner(engine, config=config, graph_pool=pool)
+    with pytest.raises(dg.ReplayError) as caught:
+        runner.capture()
+    assert (caught.value.code, runner.graphs, runner.backend.captured, pool.graphs) == ("closed", {}, {}, 0)
+
+
+@pytest.mark.parametrize("where", ["prepare_metadata", "upgrade_metadata", "break"])
+@pytest.mark.parametrize("call", ["run", "replay", "replay_prepare", "capture", "capture_one_shape", "drop", "close"])
+def test_what_would_change_the_buffers_or_the_graph_of_a_replay_is_refused_while_it_is_under_way(
+    call: str, where: str
+) -> None:
+    errors: list[dg.ReplayError] = []
+
+    class Nests(ToyEngine):
+        is_nesting = False
+
+        def nest(self, *of_a_hook: Any) -> None:
+            if self.is_nesting:
+                with pytest.raises(dg.ReplayError) as caught:
+                    calls[call]()
+                errors.append(caught.value)
+
+        @dg.eager_on_graph
+        def attended(self, batch: Any) -> torch.Tensor:
+            self.nest()
+            return super().forward(batch)
+
+        def forward(self, batch: Any) -> Any:
+            return self.attended(dg.current_batch()) + 1
+
+    engine = Nests(max_bs=4)
+    if where != "break":
+        setattr(engine, where, engine.nest)
+    runner = captured(engine, "breakable")
+    other = engine.batch([2], seed=1)
+    calls: dict[str, Callable[[], object]] = {
+        "run": lambda: runner.run(other),
+        "replay": lambda: runner.replay(other),
+        "replay_prepare": lambda: runner.replay_prepare(other),
+        "capture": runner.capture,
+        "capture_one_shape": lambda: runner.capture_one_shape(2),
+        "drop": lambda: runner.drop_graph(dg.ShapeKey(4)),
+        "close": runner.close,
+    }
+    batch = engine.batch([3, 5, 2])
+    with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"backend": "disabled"})) as alone:
+        want = alone.run(batch)
+    engine.is_nesting = True
+    assert torch.equal(runner.run(batch), want)
+    assert {error.code for error in errors} == {"step-in-progress"}
+    engine.is_nesting = False
+    calls[call]()  # it is free again
+    runner.close()
+
+
+def test_a_hook_may_ask_and_run_others_and_eagerly_in_the_middle_of_a_replay() -> None:
+    class Asks(ToyEngine):
+        asks = False
+        seen: tuple[Any, ...] = ()
+
+        def prepare_metadata(self, batch: Any, key: dg.ShapeKey | None) -> None:
+            if self.asks:
+                self.asks = False
+                small, large = drafts.batch([2]), self.batch([1] * 5)
+                self.seen = (target.can_run(batch), target.metrics(), draft.run(small).clone(), target.run(large))
+
+    drafts = ToyEngine(max_bs=4)
+    draft, target = captured(drafts), captured(Asks(max_bs=8))
+    engine: Any = target.model_runner
+    engine.asks, batch = True, engine.batch([3, 5, 2])
+    assert torch.equal(target.run(batch), eager(engine, batch))
+    assert torch.equal(engine.seen[2], eager(drafts, drafts.batch([2])))
+    assert engine.seen[3].shape[0] == 5
+    draft.close()
+    target.close()
+
+
+def test_a_phase_that_is_disabled_uses_no_backend_that_it_is_given() -> None:
+    backend = dg.FullCudaGraphBackend(dg.get_device_adapter("cpu"), phase="decode")
+    engine, config = ToyEngine(max_bs=4), dg.CudaGraphConfig(decode={"backend": "disabled"})
+    with dg.DecodeCudaGraphRunner(engine, config=config, backend=backend) as runner:
+        assert runner.capture().backend == "disabled"
+        batch = engine.batch([3, 5])
+        assert runner.can_run(batch).code == "disabled"
+        assert torch.equal(runner.run(batch), eager(engine, batch))
+    with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [2]}), backend=backend) as runner:
+        assert len(runner.capture().captured) == 1

@@ -110,6 +110,12 @@ def test_a_snapshot_stays_what_it_was() -> None:
         assert runner.metrics().live_sizes == {dg.ShapeKey(2): {}}
 
 
+def test_a_runner_that_has_done_nothing_counts_nothing() -> None:
+    with dg.DecodeCudaGraphRunner(ToyEngine(), config=dg.CudaGraphConfig()) as runner:
+        metrics = runner.metrics()
+    assert (metrics.steps, metrics.recompiles) == (0, 0)
+
+
 def test_a_replay_for_another_ranks_sake_is_all_padding() -> None:
     engine = Votes(max_bs=4)
     engine.other = 4

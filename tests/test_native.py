@@ -423,6 +423,51 @@ def test_a_report_says_how_a_step_is_filled_and_why(wanted: Any, executor: str, 
     assert f"filled by `{executor}`" + (f": {reason}" if reason else "") in str(report).splitlines()
 
 
+@pytest.mark.parametrize(
+    ("hook", "reads", "reason"),
+    [
+        ("prepare_metadata", None, "{} does not declare what it reads (`@devicegraph.hook(reads=...)`)"),
+        ("upgrade_metadata", None, "{} does not declare what it reads (`@devicegraph.hook(reads=...)`)"),
+        ("post_fill of slot `marks`", None, "{} does not declare what it reads (`@devicegraph.hook(reads=...)`)"),
+        ("prepare_metadata", {"seq_lens", "lengths", "ids"}, "{} reads `ids`, `lengths`, which is no slot"),
+        ("prepare_metadata", {"seq_lens"}, "the fill cannot be told apart in the captured graph"),
+        ("forward", None, "the fill cannot be told apart in the captured graph"),
+    ],
+)
+@pytest.mark.parametrize("wanted", ["auto", "node"])
+def test_graphs_on_a_device_that_fills_in_them_begin_with_the_fill_unless_something_speaks_against_it(
+    hook: str, reads: Any, reason: str, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(get_device_adapter("cpu")), "fills_in_graphs", True)
+    engine = Doubling()
+    registry = dg.build_decode_registry(device="cpu", max_bs=2, max_num_token=2, seq_len_fill_value=1, executor=wanted)
+    function: Any = lambda *given: None  # noqa: E731
+    if reads is not None:
+        function = dg.hook(reads=reads)(function)
+    if hook.startswith("post_fill"):
+        registry.register_slot(ids("marks", post_fill=function))
+    elif hook != "forward":
+        setattr(engine, hook, function)
+    config = dg.CudaGraphConfig.from_dict({"decode": {"bs": [2]}})
+    with dg.DecodeCudaGraphRunner(engine, config=config, registry=registry) as runner:
+        if wanted == "auto":
+            report = runner.capture()
+            assert (report.executor, report.executor_reason) == ("native", reason.format(hook))
+        else:
+            with pytest.raises(dg.BackendError) as caught:
+                runner.capture()
+            assert caught.value.message == f"executor `node` cannot be had: {reason.format(hook)}"
+            assert not runner.graphs
+
+
+def test_graphs_of_parts_of_a_forward_do_not_begin_with_the_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(get_device_adapter("cpu")), "fills_in_graphs", True)
+    config = dg.CudaGraphConfig.from_dict({"decode": {"bs": [2], "backend": "breakable"}})
+    with dg.DecodeCudaGraphRunner(Doubling(), config=config) as runner:
+        reason = runner.capture().executor_reason
+    assert reason == "only a graph of the whole forward, with nothing done about its replay, can begin with the fill"
+
+
 def test_a_replay_by_hand_takes_what_the_buffers_hold_and_not_what_the_last_step_pointed_its_fill_at() -> None:
     adapter = get_device_adapter("cpu")
     backend = dg.FullCudaGraphBackend(adapter, phase="decode", graph_pool=dg.GraphMemoryPool(adapter))

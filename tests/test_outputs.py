@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from typing_extensions import Self
 
 import devicegraph as dg
-from devicegraph.outputs import check_row_axes, infer_row_axes, map_tensors, replace_tensors, shapes_of, tensors_of
+from devicegraph.outputs import (
+    bytes_of,
+    check_row_axes,
+    infer_row_axes,
+    map_tensors,
+    replace_tensors,
+    shapes_of,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,3 +234,21 @@ def test_rows_that_cannot_be_told_are_refused(first: list[tuple[int, ...]], seco
 
 def test_shapes_are_those_of_the_tensors_in_order() -> None:
     assert shapes_of({"a": torch.ones(2, 3), "b": [torch.ones(())]}) == [(2, 3), ()]
+
+
+def test_bytes_are_those_of_the_elements_whatever_the_strides() -> None:
+    table = torch.arange(12.0).view(3, 4)
+    pairs = torch.view_as_complex(table.view(3, 2, 2))
+    views = [
+        table,
+        table.t(),
+        table[:1, 1],
+        table[1:2].t()[2],
+        table[0, 0],
+        table[:0, 1],
+        pairs.conj(),
+        pairs.conj().imag,
+    ]
+    for view in [*views, table[:, :1].expand(-1, 3)]:
+        plain = torch.tensor(view.tolist(), dtype=view.dtype).view(view.shape)
+        assert bytes_of(view).tolist() == plain.reshape(-1).view(torch.uint8).tolist()

@@ -331,13 +331,20 @@ def test_the_engines_barrier_aligns_ranks_before_warm_ups_and_behind_segments() 
 
 @pytest.mark.parametrize(
     ("oldest", "operators", "reason"),
-    [("2.6", {}, "no-split-ops"), ("99.0", {"a::b": None}, "torch-too-old"), ("99.0", {}, "torch-too-old")],
+    [
+        ("2.6", {}, "no-split-ops"),
+        ("99.0", {"a::b": None}, "torch-too-old"),
+        ("99.0", {}, "torch-too-old"),
+        ("2.6", {"a::b": None}, "not-on-device"),
+    ],
 )
 def test_where_pieces_cannot_be_had_the_phase_is_breakable_and_says_why(
     oldest: str, operators: dict[str, None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "OLDEST_TORCH_FOR_PIECES", oldest)
     monkeypatch.setattr(split_ops, "_registered", operators)
+    if reason == "not-on-device":
+        monkeypatch.delitem(backends._BACKENDS, "cpu:tc_piecewise")
     engine = ToyPrefill()
     with runner_for(engine, word="tc_piecewise", bs=[8]) as runner:
         report = runner.capture()

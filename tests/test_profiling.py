@@ -33,6 +33,7 @@ def test_a_capture_leaves_a_trace_with_a_range_for_each_graph_and_a_table(tmp_pa
         names = [event["name"] for event in events if str(event.get("name")).startswith("devicegraph")]
         graphs = [f"devicegraph decode, bucket {size}" for size in (4, 2)]
         assert sorted(names) == sorted(name for graph in graphs for name in (f"{graph}: capture", f"{graph}: prepare"))
+        assert any("Input Dims" in event.get("args", {}) for event in events)
         assert "aten::" in (folder / "decode-rank0.txt").read_text()
 
 

@@ -70,9 +70,28 @@ def test_other_ranks_log_what_went_wrong_and_no_progress(caplog: pytest.LogCaptu
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_sizes_that_were_asked_for_and_do_not_fit_the_engine_are_reported_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for decode, left_out in (({"bs": [2, 64]}, "64"), ({"max_bs": 8}, "8"), ({}, None)):
+        caplog.clear()
+        with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=4), config=dg.CudaGraphConfig(decode=decode)) as runner:
+            report = runner.capture()
+        text = None if left_out is None else f"left out {left_out}: `bucket-over-limit`"
+        assert [line for line in str(report).splitlines() if "left out" in line] == ([] if text is None else [text])
+        assert [record.getMessage() for record in caplog.records] == ([] if text is None else [f"decode: {text}"])
+        sizes = [] if left_out is None else [{"size": int(left_out), "code": "bucket-over-limit"}]
+        assert report.to_dict()["left_out"] == sizes
+
+
 class Terminal(io.StringIO):
+    shown = ""
+
     def isatty(self) -> bool:
         return True
+
+    def flush(self) -> None:
+        self.shown = self.getvalue()
 
 
 def test_a_terminal_without_tqdm_has_one_line_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +101,7 @@ def test_a_terminal_without_tqdm_has_one_line_on_rank_0(monkeypatch: pytest.Monk
         show = show_progress(rank)
         for event in EVENTS:
             show(event)
-    assert sys.stderr.getvalue() == (  # type: ignore[attr-defined]
+    assert sys.stderr.shown == (  # type: ignore[attr-defined]
         "\rcapture decode: 1/2, bucket 4, 0.12 s"
         "\rcapture decode: 2/2, bucket 2 (variant_label=lora), 0.25 s, 3.0 GiB free\n"
     )
@@ -125,12 +144,12 @@ def test_a_terminal_with_tqdm_has_a_bar_for_each_capture(monkeypatch: pytest.Mon
 
 
 def test_progress_for_programs_is_a_line_of_json_for_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
-    file = io.StringIO()
+    file = Terminal()
     with dg.DecodeCudaGraphRunner(
         ToyEngine(max_bs=2), config=dg.CudaGraphConfig(), progress=dg.json_progress(file)
     ) as runner:
         runner.capture()
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    lines = [json.loads(line) for line in file.shown.splitlines()]
     assert [(line["event"], line["key"], line["done"], line["total"]) for line in lines] == [
         ("captured", {"size": 2}, 1, 2),
         ("captured", {"size": 1}, 2, 2),

@@ -7,13 +7,16 @@ import json
 import pickle
 import sys
 import textwrap
+import time
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 
 import devicegraph as dg
 from devicegraph.backends import backend_class
+from devicegraph.devices import DeviceMemory
 from devicegraph.report import format_bytes
 from engines import ShortOfMemory, ToyEngine
 
@@ -127,6 +130,32 @@ def test_a_capture_reports_its_estimate_and_its_shared_buffers() -> None:
         assert len(runner.graphs) == 3
     disabled = dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"backend": "disabled"}))
     assert disabled.estimate_capture() == dg.CaptureEstimate(0, 0.0, 0, None, ())
+
+
+def test_an_estimate_captures_the_first_graph_the_second_and_the_last() -> None:
+    for sizes, sampled in ([1, 2, 4, 8], [8, 4, 1]), ([2, 4], [4, 2]), ([2], [2]):
+        config = dg.CudaGraphConfig(decode={"bs": sizes})
+        with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=8), config=config) as runner:
+            estimate = runner.estimate_capture()
+        assert [bucket.key.size for bucket in estimate.sampled] == sampled
+        assert estimate.graphs == len(sizes)
+
+
+@pytest.mark.parametrize(("before", "after", "taken"), [(100, 93, 7), (None, 93, None), (100, None, None)])
+def test_a_graph_took_what_the_device_has_less_and_the_pool_more_where_that_is_told(
+    before: int | None, after: int | None, taken: int | None
+) -> None:
+    events: list[dg.CaptureProgress] = []
+    runner = dg.DecodeCudaGraphRunner(
+        ToyEngine(max_bs=1), config=dg.CudaGraphConfig(decode={"bs": [1]}), progress=events.append
+    )
+    figures = [DeviceMemory(0, 10, before, None), DeviceMemory(0, 14, after, None)]
+    started = time.perf_counter()
+    with runner, mock.patch.object(runner.adapter, "memory", side_effect=figures):
+        (bucket,) = runner.capture().captured
+    assert (bucket.reserved_bytes, bucket.device_bytes) == (4, taken)
+    assert 0 < bucket.seconds <= time.perf_counter() - started
+    assert [(event.seconds, event.free_bytes) for event in events] == [(bucket.seconds, after)]
 
 
 def test_an_estimate_of_what_does_not_fit_says_so() -> None:

@@ -75,6 +75,35 @@ def test_what_cannot_be_checked_or_draws_or_differs_shares_nothing() -> None:
     assert executables(backend).count == 4
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda pair: pair[:, -1],
+        lambda pair: pair[:, :1].expand(-1, 3),
+        lambda pair: torch.view_as_complex(pair).conj(),
+        lambda pair: torch.view_as_complex(pair).conj().imag,
+    ],
+    ids=["a column", "expanded", "conjugated", "negated"],
+)
+def test_outputs_in_any_form_are_checked_in_buckets_of_any_size(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    table = torch.arange(64.0).view(32, 2)
+
+    class Strided(ToyEngine):
+        def forward(self, batch: Any) -> Any:
+            return forward(table[batch.input_ids])
+
+    engine, backend = Strided(), sharing()
+    with dg.DecodeCudaGraphRunner(engine, config=dg.CudaGraphConfig(decode={"bs": [1, 2, 4]}), backend=backend) as r:
+        r.capture()
+        assert str(executables(backend)).partition(";")[0] == "3 graphs on 1 executables"
+        for seed, lengths in enumerate([[3], [4, 1, 1], [2, 3], [5]]):
+            batch = engine.batch(lengths, seed)
+            assert torch.equal(r.run(batch), engine.forward(batch))
+        assert dg.verify(r, [engine.batch([4]), engine.batch([2, 3])], state={})
+
+
 class Lies(UpdatableTapeGraph):
     """Says that it was updated, and does what it did."""
 

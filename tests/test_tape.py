@@ -42,6 +42,16 @@ def capture(
     return graph, output
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are on their way out of torch
+def test_an_operator_that_takes_an_object_can_be_captured_again() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    layer = torch.ao.nn.quantized.dynamic.Linear(4, 3)
+    for _ in range(2):
+        graph, output = capture(lambda: layer(x))
+        graph.replay()
+        assert torch.equal(output, layer(x))
+
+
 def test_what_a_gpus_flash_attention_returns_says_nothing_of_values() -> None:
     mode = FakeTensorMode()
     form = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta")
@@ -218,6 +228,19 @@ def test_a_replay_gives_the_same_in_every_grad_and_autocast_state(capture_mode: 
     assert torch.equal(output.detach(), want)
     assert torch.equal(cache.relu(), want)
     assert not cache.requires_grad
+
+
+def test_the_default_dtype_of_the_capture_is_kept_by_the_replay() -> None:
+    numbers = torch.arange(1, 5)
+    graph, output = capture(lambda: (numbers / 3).sqrt() + numbers.sqrt())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        graph.replay()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(output, (numbers / 3).sqrt() + numbers.sqrt())
 
 
 def test_autocast_in_the_capture_is_kept_by_the_replay() -> None:

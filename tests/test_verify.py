@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -403,6 +404,21 @@ def test_verification_leaves_state_buffers_batches_and_counts_as_they_were() -> 
             assert all(vars(batch)[name] is value for name, value in had.items())
 
 
+def test_no_copy_of_the_state_is_held_behind_a_verification_also_where_the_collector_is_off() -> None:
+    engine = ToyEngine()
+    with dg.DecodeCudaGraphRunner(engine, config=config(bs=[4])) as runner:
+        runner.capture()
+        gc.collect()
+        gc.disable()
+        try:
+            assert dg.verify(runner, [engine.batch([3, 1]), engine.batch([2])], state=state_of(engine))
+            shapes = (engine.cache.shape, engine.cache[1:].shape)
+            held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape in shapes]
+            assert {each.data_ptr() for each in held} == {engine.cache.data_ptr()}
+        finally:
+            gc.enable()
+
+
 def test_state_and_buffers_are_put_back_where_a_hook_fails() -> None:
     class Fails(ToyEngine):
         fail = False
@@ -622,6 +638,17 @@ def test_a_capture_that_does_not_pass_leaves_no_graph() -> None:
     engine.turn_on()
     runner.capture()
     assert runner.can_run(engine.batch([3]))
+
+
+def test_an_estimate_leaves_the_proof_to_the_capture() -> None:
+    engine = extra("ZERO_float32", leaks=True)
+    engine.turn_on("sum")
+    runner = dg.DecodeCudaGraphRunner(
+        engine, config=config(bs=[2, 4]), registry=engine.registry, verify_on_capture=True
+    )
+    assert runner.estimate_capture().graphs == 2
+    with pytest.raises(dg.CaptureError, match="verify-failed"):
+        runner.capture()
 
 
 def test_a_rank_has_no_graphs_where_those_of_another_do_not_pass() -> None:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv[command + 1 :])
     try:
         code = int(implementation.run(arguments))
-        sys.stdout.flush()
+        print(end="", flush=True)  # there is no `sys.stdout` where it was closed before
         return code
     except DeviceGraphError as error:
         parser.error(str(error))

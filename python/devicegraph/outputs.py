@@ -136,6 +136,13 @@ def replace_tensors(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return map_tensors(output, lambda _: next(remaining))
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements in order, `[numel * itemsize]`; a view where that is what lies in memory."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # One element, or none, is contiguous whatever its strides are, and those may be none that bytes can have.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 class RowAxis(NamedTuple):
     """Where one tensor of an output has a row for each unit of the bucket: `scale * size + offset` along `axis`.
 

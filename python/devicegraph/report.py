@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+    from devicegraph.buckets import DroppedBucket
     from devicegraph.runners.shape_key import ShapeKey
 
 __all__ = ["CaptureEstimate", "CaptureReport", "CapturedBucket", "DroppedCapture", "InputBuffer"]
@@ -148,9 +149,10 @@ class CaptureReport:
         backend: the backend's word.
         captured: the graphs, in the order of capture.
         dropped: graphs that could not be captured, or that another rank could not.
+        left_out: sizes that were asked for and are no buckets here, with the codes of `DroppedBucket`.
         note: why there is no graph at all, where there is none.
         fallback: why the backend is `breakable` where `tc_piecewise` is configured: `no-split-ops` where there is
-            nothing to split at, or `torch-too-old`.
+            nothing to split at, `torch-too-old`, or `not-on-device`.
         traces: how often torch.compile traced the forward for these graphs; 0 where nothing is compiled.
         executor: how a step fills the buffers: `node`, `native` or `foreach`; None where there is no graph.
         executor_reason: why it is no faster one, where nothing was asked for.
@@ -162,6 +164,7 @@ class CaptureReport:
     backend: str
     captured: tuple[CapturedBucket, ...] = ()
     dropped: tuple[DroppedCapture, ...] = field(default=())
+    left_out: tuple[DroppedBucket, ...] = ()
     note: str | None = None
     fallback: str | None = None
     traces: int = 0
@@ -196,6 +199,14 @@ class CaptureReport:
         figures = f"{self.seconds:.2f} s, {format_bytes(self.reserved_bytes)} reserved"
         return f"{title}: {len(self.captured)} graphs in {figures}{dropped}"
 
+    @property
+    def left_out_by_reason(self) -> list[str]:
+        """`left_out` as text, an entry for each code; `runner.buckets` says more."""
+        sizes: dict[str, list[str]] = {}
+        for bucket in self.left_out:
+            sizes.setdefault(bucket.code, []).append(str(bucket.size))
+        return [f"{', '.join(those)}: `{code}`" for code, those in sizes.items()]
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values; keys as dictionaries of what is set in them."""
         return {
@@ -213,6 +224,7 @@ class CaptureReport:
                 for b in self.captured
             ],
             "dropped": [{"key": d.key.to_dict(), "reason": d.reason} for d in self.dropped],
+            "left_out": [{"size": bucket.size, "code": bucket.code} for bucket in self.left_out],
             "note": self.note,
             "fallback": self.fallback,
             "traces": self.traces,
@@ -247,6 +259,7 @@ class CaptureReport:
         if self.executor is not None:
             lines.append(f"filled by `{self.executor}`" + (f": {self.executor_reason}" if self.executor_reason else ""))
         lines += [f"dropped {d.key}: {d.reason}" for d in self.dropped]
+        lines += [f"left out {text}" for text in self.left_out_by_reason]
         if self.estimate is not None:
             lines.append(self._compare(self.estimate))
         if self.inputs:

@@ -185,6 +185,9 @@ impl Issue {
             (Problem::JsonSyntax { reason, .. }, _) if reason == "key must be a string" => {
                 Some("put names and text in double quotes".into())
             }
+            (Problem::JsonSyntax { position, .. }, _) if (position.line, position.column) == (1, 1) => Some(
+                "write JSON, such as `{\"decode\": {\"max_bs\": 64}}`; `CudaGraphConfig.from_file` reads a file".into(),
+            ),
             (Problem::UnknownFileType, _) => Some("use a name that ends in `.json` or `.toml`".into()),
             (Problem::EmptyList, _) => Some("to run this phase without graphs, set its `backend` to `disabled`".into()),
             (Problem::UnknownBackend { allowed }, _) => self.did_you_mean(allowed),

@@ -183,7 +183,14 @@ fn only_a_backend_in_place_of_a_phase_is_told_how_to_be_written() {
 #[test]
 fn syntax_errors_give_line_and_column() {
     assert_snapshot!(refused("{\"decode\": {\n  \"max_bs\" 64}}"), @"line 2, column 12: expected `:` [json-syntax]");
-    assert_snapshot!(refused(""), @"line 1, column 1: EOF while parsing a value [json-syntax]");
+    assert_snapshot!(refused(""), @r#"
+    line 1, column 1: EOF while parsing a value [json-syntax]
+      hint: write JSON, such as `{"decode": {"max_bs": 64}}`; `CudaGraphConfig.from_file` reads a file
+    "#);
+    assert_snapshot!(refused("engine.toml"), @r#"
+    line 1, column 1: expected value [json-syntax]
+      hint: write JSON, such as `{"decode": {"max_bs": 64}}`; `CudaGraphConfig.from_file` reads a file
+    "#);
     assert_snapshot!(refused("{'decode': {}}"), @"
     line 1, column 2: key must be a string [json-syntax]
       hint: put names and text in double quotes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 import devicegraph as dg
 from engines import ToyEngine, eager
+from soak.levels import heap_in_use
 
 HERE = Path(__file__).parent.parent
 #: Cycles of the GPU: long enough for the host to be far ahead.
@@ -47,6 +49,26 @@ def test_work_in_flight_is_done_when_a_runner_is_paused_or_closed(call: str, res
     assert done.query()
     assert torch.equal(kept, wanted)
     runner.close()
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_runners_that_come_and_go_leave_nothing_on_the_heap_of_the_host(backend: str) -> None:
+    def life() -> None:
+        engine = ToyEngine("cuda", max_bs=4)
+        with captured(engine, backend) as runner:
+            runner.run(engine.batch([3, 5, 2]))
+
+    def in_use() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return heap_in_use()
+
+    for _ in range(3):
+        life()
+    before = in_use()
+    for _ in range(20):
+        life()
+    assert in_use() - before < 20 * 5000
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable"])

@@ -104,7 +104,7 @@ def test_a_runner_on_the_second_device_leaves_the_first_current() -> None:
             assert output.device == torch.device("cuda:1")
             assert torch.equal(output, want)
             assert torch.cuda.current_device() == 0
-        assert torch.cuda.memory_reserved(0) == before
+        assert torch.cuda.memory_reserved(0) <= before  # a capture empties caches first
         with captured(first) as other:
             step = first.batch([3, 5])
             assert torch.equal(other.run(step), eager(first, step))

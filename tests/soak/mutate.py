@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -161,8 +163,9 @@ def run_tests(folder: Path, files: Iterable[str], plugin: object, seconds: float
             options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
             code = int(pytest.main([*options, *files], plugins=[plugin]))
             if isinstance(plugin, Watch):
-                noted = {test: (sorted(lines), plugin.seconds[test]) for test, lines in plugin.lines.items()}
-                (folder / "noted").write_text(json.dumps(noted), encoding="utf-8")
+                tests = {test: (sorted(lines), plugin.seconds[test]) for test, lines in plugin.lines.items()}
+                modules = [name for name in sys.modules if name.startswith("torch.")]
+                (folder / "noted").write_text(json.dumps({"tests": tests, "modules": modules}), encoding="utf-8")
         except BaseException:
             traceback.print_exc()
         finally:
@@ -216,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="the changes of these numbers, as printed before")
     parser.add_argument("--start", type=int, default=0, help="go on from the change of this number")
+    parser.add_argument("--within", type=float, default=math.inf, help="leave out tests that take longer, in seconds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="devicegraph-") as name:
         folder = Path(name)
@@ -224,9 +228,13 @@ def main() -> int:
         passed = run_tests(folder, options.tests, Watch(targets), 3600)
         assert passed, (folder / "output").read_text(encoding="utf-8")
         noted = json.loads((folder / "noted").read_text(encoding="utf-8"))
+        for module in noted["modules"]:  # which every process would import again
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        tests = noted["tests"]
         for module, target in zip(options.modules, targets, strict=True):
-            seen = {test: {line for name, line in lines if name == str(target)} for test, (lines, _) in noted.items()}
-            seconds = {test: seconds for test, (_, seconds) in noted.items()}
+            seen = {test: {line for name, line in lines if name == str(target)} for test, (lines, _) in tests.items()}
+            seconds = {test: seconds for test, (_, seconds) in tests.items()}
             mutate(module, folder, seen, seconds, options)
     return 0
 
@@ -252,7 +260,7 @@ def mutate(
     elif options.count is not None:
         chosen = sorted(random.Random(options.seed).sample(range(number), min(options.count, number)))
     chosen = [place for place in chosen if place >= options.start]
-    by_time = sorted(seen, key=lambda test: seconds[test])
+    by_time = sorted((test for test in seen if seconds[test] <= options.within), key=lambda test: seconds[test])
     survivors = 0
     for place in chosen:
         tree = ast.parse(source)
@@ -270,9 +278,8 @@ def mutate(
             line = getattr(node, "lineno", 0)
             text = source.splitlines()[line - 1].strip()
             sys.stdout.write(f"survives: {place}: {module}:{line}: {what}: {text} (run by {len(tests)} tests)\n")
-        elif sys.stderr.isatty():
-            sys.stderr.write(f"{place}\r")
         sys.stdout.flush()
+        sys.stderr.write(f"{place}\r")
     target.write_text(source, encoding="utf-8")
     sys.stdout.write(f"{module}: {len(chosen)} of {number} changes, {survivors} survive\n")
     sys.stdout.flush()

@@ -60,9 +60,10 @@ def run(steps: int, device: str, seed: int) -> list[str]:
         f"{captures} captures anew, opened {counts['opened']} times",
         "rules: " + ", ".join(f"{name} {counts[name]}" for name in RULES),
         f"rss {first.rss / 2**20:.1f} MiB after {100 // CHECKPOINTS}% of the steps, {last.rss / 2**20:.1f} MiB at the "
-        f"end; objects {first.objects}, {last.objects}; blocks {first.blocks}, {last.blocks}",
-        f"alike at all {CHECKPOINTS} checkpoints: threads {last.threads}, tapes {last.tapes}, pooled {last.pooled}, "
-        f"device bytes {last.device}, pinned bytes {last.pinned}",
+        f"end; heap {first.heap / 2**20:.2f}, {last.heap / 2**20:.2f} MiB; objects {first.objects}, {last.objects}; "
+        f"blocks {first.blocks}, {last.blocks}",
+        f"alike at all {CHECKPOINTS} checkpoints: threads {last.threads}, files {last.files}, tapes {last.tapes}, "
+        f"pooled {last.pooled}, device bytes {last.device}, pinned bytes {last.pinned}",
     ]
 
 

@@ -77,7 +77,10 @@ def resolve_decode_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | No
     return _resolve(runner, "decode")
 
 
-def _why_not_piecewise() -> str | None:
+def _why_not_piecewise(device_type: str) -> str | None:
+    words = backend_words(device_type)
+    if "tc_piecewise" not in words and "breakable" in words:
+        return "not-on-device"
     if torch.__version__ < OLDEST_TORCH_FOR_PIECES:
         return "torch-too-old"
     # Without them the whole forward, attention included, would be one piece of fixed shape.
@@ -106,7 +109,7 @@ def _resolve(runner: CapturingRunner, phase: str) -> BaseCudaGraphBackend | None
             code="phase-not-on-device",
             hint="set it to `disabled`, or resolve the configuration with the fact `device`, which does it",
         )
-    if word == "tc_piecewise" and (reason := _why_not_piecewise()) is not None:
+    if word == "tc_piecewise" and (reason := _why_not_piecewise(runner.adapter.type)) is not None:
         word, runner.fallback = "breakable", reason
     backend = backend_class(runner.adapter.type, word)
     return backend(

@@ -18,6 +18,7 @@ import torch
 
 from devicegraph.devices import CAPTURE_ERROR_MODES, DEFAULT_CAPTURE_ERROR_MODE, GraphMemoryPool
 from devicegraph.devices.adapter import dropped_on_failure
+from devicegraph.engine import StaticBatch
 from devicegraph.errors import BackendError, CaptureError, RankError
 from devicegraph.forking import ParentsGraphs, watch_forks
 
@@ -135,6 +136,8 @@ class BaseCudaGraphBackend(ABC):
         self._barrier = barrier
         self._stream: Any = None
         self._captured: dict[Hashable, Captured[Any]] = {}
+        #: Whose graphs these are, where they are a runner's, weakly: another's would have the same keys.
+        self.owner: Callable[[], Any] = lambda: None
         watch_forks(self)
 
     def leave_to_parent(self) -> None:
@@ -147,11 +150,13 @@ class BaseCudaGraphBackend(ABC):
 
         Waits for the device at both ends, so that a capture sees what was written before the session and whoever comes
         after sees what the warm-ups wrote. What the warm-ups left in the allocator's cache is given back at the end:
-        it is the capture stream's, and nobody else's tensors could use it.
+        it is the capture stream's, and nobody else's tensors could use it. What the pools of earlier graphs left on the
+        host is given back at the beginning.
         """
         self._stream = _capture_stream(self.adapter) if stream is None else stream
         self.adapter.synchronize()
         self.adapter.empty_cache()
+        self.adapter.empty_host_cache()
         with self.adapter.stream_context(self._stream):
             try:
                 yield self._stream
@@ -263,7 +268,7 @@ class BaseCudaGraphBackend(ABC):
             with dropped_on_failure(recording):
                 yield
         except Exception as error:
-            raise capture_failed(self.phase, shape_key, error) from error
+            raise capture_failed(self.phase, shape_key, error) from as_cause(error)
 
     def _warm_up(self, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
         """Runs the forward as often as it takes for lazily made things to be there, and returns its output."""
@@ -305,8 +310,23 @@ def _chained(error: BaseException) -> list[BaseException]:
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
+    try:
+        text = str(error).strip().splitlines()
+    except Exception:  # an engine's own error may be one that cannot be printed
+        text = []
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def as_cause(error: Exception) -> Exception:
+    """What an error is to be chained to another as: itself, but for a `StopIteration`.
+
+    A context manager takes an error that is raised because of one for Python's own, and lets the `StopIteration` out.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    cause = RuntimeError("a forward or a hook raised StopIteration")
+    cause.__cause__ = error
+    return cause
 
 
 def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> CaptureError:
@@ -324,6 +344,8 @@ def capture_failed(phase: str, shape_key: Hashable | None, cause: Exception) -> 
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
             code = "out-of-memory"
         message, hint, operator = _one_line(cause), _HINTS[code], None
+        if isinstance(cause, AttributeError) and isinstance(cause.obj, StaticBatch):
+            hint = f"a static batch has what slots are registered for, and what `make_batch` adds: not `{cause.name}`"
     return CaptureError(
         f"{phase}: {'the capture' if shape_key is None else f'capturing {shape_key}'} failed: {message}",
         code=code,

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from devicegraph.backends.autocast import autocast_as, autocast_state
@@ -265,6 +266,8 @@ class CalledBreaks:
 def _name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 

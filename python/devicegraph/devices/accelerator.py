@@ -338,6 +338,14 @@ class AcceleratorDevice(DeviceAdapter):
         with self.module().device(self.device):
             self.module().empty_cache()
 
+    def empty_host_cache(self) -> None:
+        """See `DeviceAdapter.empty_host_cache`; torch has a call for all kinds of devices since 2.13."""
+        empty = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty is not None:
+            current = torch.accelerator.current_accelerator()
+            if current is not None and current.type == self.type:
+                empty()
+
 
 @functools.cache
 def _takes_error_mode(kind: Any) -> bool:

@@ -317,6 +317,12 @@ class DeviceAdapter(ABC):
     def empty_cache(self) -> None:  # noqa: B027 - a device without a caching allocator has nothing to do
         """Gives memory that the allocator holds for nobody back to the device."""
 
+    def empty_host_cache(self) -> None:  # noqa: B027 - a device without such an allocator has nothing to do
+        """Gives pinned memory that the allocator holds for nobody back to the host, and what it knew of released pools.
+
+        Waits for the device where there is any.
+        """
+
     def profiler_ranges(self) -> tuple[Callable[[str], object], Callable[[], object]] | None:
         """What opens a named range for a profiler in this thread, and what closes it; None where there are none."""
         return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from devicegraph.devices import DeviceGraph
+from devicegraph.outputs import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -203,13 +204,18 @@ def _writes(
 ) -> bool:
     """Whether a launch writes these outputs, none of whose bytes is right before."""
     for output, right in zip(outputs, warmed, strict=True):
-        output.copy_((~_bytes(right)).view(right.dtype).view(right.shape))
+        _spoil(output, right)
     executable.launch()
-    return all(torch.equal(_bytes(output), _bytes(right)) for output, right in zip(outputs, warmed, strict=True))
+    return all(torch.equal(bytes_of(output), bytes_of(right)) for output, right in zip(outputs, warmed, strict=True))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _spoil(output: torch.Tensor, right: torch.Tensor) -> None:
+    """Writes an output so that none of its bytes is right; of an expanded one each element once."""
+    wrong = (~bytes_of(right)).view(right.dtype).view(right.shape)
+    for dim, stride in enumerate(output.stride()):
+        if stride == 0 and output.shape[dim] > 1:
+            output, wrong = output.narrow(dim, 0, 1), wrong.narrow(dim, 0, 1)
+    output.copy_(wrong)
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -99,6 +99,8 @@ class Tape:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = tuple(calls)
+        # What operators make of integers is of this dtype, unless they are told.
+        self._default_dtype = torch.get_default_dtype()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -111,11 +113,19 @@ class Tape:
         """Runs the record once; returns when it is done.
 
         Operators were recorded below autograd and autocast, and are called there again, whatever mode the caller is in.
-        Inference mode allows all that any mode of a capture allowed, writes to inference tensors among it.
+        Inference mode allows all that any mode of a capture allowed, writes to inference tensors among it. The default
+        dtype is the capture's meanwhile.
 
         Raises:
             ReplayError: `fake-kernel-wrong` for an operator whose result is not what its capture was told.
         """
-        with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            for call in self._calls:
-                call.run()
+        dtype, own = torch.get_default_dtype(), self._default_dtype
+        if dtype is not own:
+            torch.set_default_dtype(own)
+        try:
+            with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                for call in self._calls:
+                    call.run()
+        finally:
+            if dtype is not own:
+                torch.set_default_dtype(dtype)

@@ -76,6 +76,7 @@ class OperatorCheck(TorchDispatchMode):
         self._in_capture = in_capture
         self._on_refusal = on_refusal
         self._fake = FakeTensorMode()
+        self._caches = self._fake.cache_enabled
 
     @abstractmethod
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,6 +145,8 @@ class OperatorCheck(TorchDispatchMode):
 
     def _propagate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.name()
+        # The cache compares arguments, and not every object that is boxed for C++ can be compared.
+        self._fake.cache_enabled = self._caches and not _takes_objects(func)
         try:
             with self._fake:
                 result = func(*args, **kwargs)
@@ -179,6 +182,11 @@ def _is_of_form(leaf: Any) -> bool:
     CUDA's flash attention returns the length of the longest sequence beside its output.
     """
     return isinstance(leaf, torch.Tensor) or leaf is None or type(leaf) is int
+
+
+@functools.cache
+def _takes_objects(func: OpOverload) -> bool:
+    return any(isinstance(argument.type, torch.ClassType) for argument in func._schema.arguments)
 
 
 @functools.cache

@@ -41,7 +41,8 @@ class BaseCudaGraphRunner(CapturingRunner):
         model_runner: the engine; see `ModelRunner`.
         config: the configuration of both phases.
         registry: the static input buffers; by default the usual fields of the phase, for the engine's limits.
-        backend: how to capture; by default what the configuration asks for on this device.
+        backend: how to capture; by default what the configuration asks for on this device. It serves one runner, and
+            none of a phase that the configuration disables.
         capture_error_mode: see `BaseCudaGraphBackend`.
         order: `descending` captures the largest shape first, so that the smaller ones fit into its memory.
         on_error: `drop` goes on without a graph that ran out of memory or of the device's streams, `raise` stops.
@@ -66,8 +67,8 @@ class BaseCudaGraphRunner(CapturingRunner):
 
     Raises:
         ConfigError: an argument that is none of its choices (`choice-unknown`) or of another class than it has to be
-            (`wrong-type`), an engine that lacks something (`engine-incomplete`), or a registry that does not fit it
-            (`registry-device`, `registry-too-small`).
+            (`wrong-type`), a backend that another runner uses (`backend-in-use`), an engine that lacks something
+            (`engine-incomplete`), or a registry that does not fit it (`registry-device`, `registry-too-small`).
         BackendError: the device or the backend is not available here; `nvtx-not-available` where the device has no such
             ranges.
     """
@@ -109,7 +110,7 @@ class BaseCudaGraphRunner(CapturingRunner):
             graph memory pool, valid until the next replay there, unless the runner was made with `clone_outputs`.
 
         Raises:
-            ReplayError: the runner is closed or paused.
+            ReplayError: the runner is closed or paused, or a hook or a break of its own replay calls for another one.
             SlotError: a field of the batch does not fit its slot; nothing was written.
         """
         self._check_running()
@@ -275,8 +276,13 @@ class BaseCudaGraphRunner(CapturingRunner):
         return decision.key
 
     def _prepare(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        static_batch = self._fill_now(forward_batch, key, bs, num_tokens)
-        self._prepare_metadata(static_batch, key)
+        self._check_free()
+        self._in_step = True
+        try:
+            static_batch = self._fill_now(forward_batch, key, bs, num_tokens)
+            self._prepare_metadata(static_batch, key)
+        finally:
+            self._in_step = False
         return static_batch
 
     def _fill_now(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
@@ -331,16 +337,22 @@ class BaseCudaGraphRunner(CapturingRunner):
             self._replaying = None
 
     def _replay(self, forward_batch: Any, key: ShapeKey, bs: int, num_tokens: int) -> Any:
-        graph = self.graphs[key]
-        node = graph.node
-        self._fill(forward_batch, key, bs, num_tokens, node)
-        static_batch = None
-        if graph.launch is None or self._prepares:
-            static_batch = self._shown(forward_batch, key, bs)
-            self._prepare_metadata(static_batch, key)
-        self._launch(graph, static_batch)
-        if node is not None:
-            node.launched()
+        if self._in_step:
+            self._check_free()
+        self._in_step = True
+        try:
+            graph = self.graphs[key]
+            node = graph.node
+            self._fill(forward_batch, key, bs, num_tokens, node)
+            static_batch = None
+            if graph.launch is None or self._prepares:
+                static_batch = self._shown(forward_batch, key, bs)
+                self._prepare_metadata(static_batch, key)
+            self._launch(graph, static_batch)
+            if node is not None:
+                node.launched()
+        finally:
+            self._in_step = False
         size = self._live_size(bs, num_tokens)
         graph.count(size)  # type: ignore[arg-type]
         output = graph.trim(size, clone=self.clone_outputs)  # type: ignore[arg-type]
@@ -406,8 +418,12 @@ class BaseCudaGraphRunner(CapturingRunner):
 
         What the device raises passes through, and the runner goes on without graphs: call it again to let go of them.
         In a child process that was forked, where the graphs are the parent's, it does nothing.
+
+        Raises:
+            ReplayError: `step-in-progress`: it is called by a hook or a break of a replay.
         """
         if self._state not in ("closed", "forked"):
+            self._check_free()
             self._drop_graphs()
             self._state = "closed"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devicegraph.auditing import audit
-from devicegraph.backends.base import capture_failed
+from devicegraph.backends.base import as_cause, capture_failed
 from devicegraph.backends.breaks import batch_in_use
 from devicegraph.errors import CaptureError, DeviceGraphError
 from devicegraph.outputs import shapes_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from devicegraph.auditing.findings import AuditReport
+    from devicegraph.buckets import DroppedBucket
     from devicegraph.registry import CudaGraphBufferRegistry
     from devicegraph.runners.progress import CaptureProgress
     from devicegraph.runners.shape_key import ShapeKey
@@ -44,9 +45,9 @@ class CapturingRunner(RunnerParts):
                 `verify-failed`, with what was found, where the runner was made with `verify_on_capture`. No graph is
                 left then, eager steps work, and `capture()` can be called again. An interrupt passes through as it is,
                 and leaves as little.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.backend is None:
             reason = self.config[self.phase].reason
             note = "the phase is disabled" if reason is None else f"the phase is disabled: {reason}"
@@ -54,7 +55,8 @@ class CapturingRunner(RunnerParts):
         filling = self._start_over()
         keys = self._keys()
         if not keys:
-            return CaptureReport(self.phase, self.backend.name, note="no bucket fits the engine's limits")
+            note = "no bucket fits the engine's limits"
+            return CaptureReport(self.phase, self.backend.name, left_out=self._left_out(), note=note)
         traced = self.backend.traces
         captured, dropped = self._capture_keys(keys, self.progress, verify=self.verify_on_capture)
         self._traces = self.backend.traces
@@ -65,6 +67,7 @@ class CapturingRunner(RunnerParts):
             self.backend.name,
             captured,
             dropped,
+            left_out=self._left_out(),
             fallback=self.fallback,
             traces=self._traces - traced,
             executor=filling.executor,
@@ -75,6 +78,11 @@ class CapturingRunner(RunnerParts):
         log_report(report, self.hooks.rank)
         return report
 
+    def _left_out(self) -> tuple[DroppedBucket, ...]:
+        """What the configuration names and `buckets` lacks; of default lists nothing, which fit themselves."""
+        phase = self.config[self.phase]
+        return () if phase.bs is None and phase.max_bs is None else self.buckets.dropped
+
     def estimate_capture(self) -> CaptureEstimate:
         """What `capture()` is going to take, for an engine that shares out memory before. Waits for the device.
 
@@ -84,9 +92,9 @@ class CapturingRunner(RunnerParts):
         Raises:
             CaptureError: as in `capture()`; `already-captured`; `estimate-failed` where one of the graphs does not fit
                 into memory.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.graphs:
             raise CaptureError(
                 f"{self.phase}: there are graphs already, which an estimate would drop",
@@ -116,7 +124,6 @@ class CapturingRunner(RunnerParts):
 
     def _start_over(self) -> Filling:
         """Drops what was captured; how what is captured next is filled."""
-        self._has_captured = False
         with self._all_or_nothing():
             self._drop_graphs()
             filling = choose_filling(self)
@@ -142,7 +149,7 @@ class CapturingRunner(RunnerParts):
         except DeviceGraphError:
             raise
         except Exception as error:
-            raise capture_failed(self.phase, None, error) from error
+            raise capture_failed(self.phase, None, error) from as_cause(error)
 
     def _keys(self) -> list[ShapeKey]:
         """Every graph to capture, in order."""
@@ -182,9 +189,9 @@ class CapturingRunner(RunnerParts):
 
         Raises:
             CaptureError: `bucket-unknown` for another size.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if (size is None and not self.buckets) or (size is not None and size not in self.buckets):
             raise self._unknown_bucket(size)
         key = self._make_graph_key(min(self.buckets) if size is None else size, variant_label)
@@ -226,9 +233,9 @@ class CapturingRunner(RunnerParts):
         Raises:
             CaptureError: `bucket-unknown` for another size; a forward, or a preparation of metadata, that failed, or an
                 output whose rows cannot be told: there is no graph for the shape then.
-            ReplayError: the runner is closed.
+            ReplayError: the runner is closed, or in the middle of a replay.
         """
-        self._check_open()
+        self._check_free()
         if self.backend is None or size not in self.buckets:
             raise self._unknown_bucket(size)
         key = self._make_graph_key(size, variant_label)
@@ -243,7 +250,9 @@ class CapturingRunner(RunnerParts):
         return output
 
     def _unknown_bucket(self, size: object) -> CaptureError:
-        have = ", ".join(map(str, self.buckets)) if self.backend is not None else "none, the phase is disabled"
+        have = ", ".join(map(str, self.buckets)) or "none, for none fits the engine's limits"
+        if self.backend is None:
+            have = "none, the phase is disabled"
         message = f"{self.phase}: {size!r} is not one of the buckets: {have}"
         return CaptureError(message, code="bucket-unknown", phase=self.phase)
 
@@ -256,7 +265,7 @@ class CapturingRunner(RunnerParts):
             batch = self._idle_batch(key)
             self._prepare_metadata(batch, key)
         except Exception as error:
-            raise capture_failed(self.phase, key, error) from error
+            raise capture_failed(self.phase, key, error) from as_cause(error)
         # Its segments run, and write where outputs of the pool are.
         backend.graph_pool.overwrite()
         forward = partial(self._fill_and_run if backend.fills else self._run_forward, batch, key)
@@ -265,6 +274,7 @@ class CapturingRunner(RunnerParts):
         if node is None and backend.fills and self.buffer_registry.wanted_executor == "node":
             raise no_node(NOT_FOUND)
         exposed = self.buffer_registry.presence(batch)
+        self._check_open()  # a hook may have closed the runner
         self._routes.clear()
         self.graphs[key] = CapturedGraph(
             key, exposed, output, backend.graph_pool, launch=backend.launcher(key), node=node
@@ -287,7 +297,13 @@ class CapturingRunner(RunnerParts):
             self.backend.size_outputs(self.run_idle(size, variant_label))
 
     def drop_graph(self, key: ShapeKey) -> None:
-        """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded."""
+        """Drops one captured graph, if it is there; the next larger one takes its batches, if they may be padded.
+
+        Raises:
+            ReplayError: `step-in-progress`: it is called by a hook or a break of a replay.
+        """
+        if self._in_step:
+            self._check_free()
         graph = self.graphs.pop(key, None)
         if graph is not None:
             graph.drop()

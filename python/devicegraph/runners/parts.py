@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -75,6 +76,14 @@ class RunnerParts(ABC):
         ):
             if not isinstance(value, kind) and (value is not None or name == "config"):
                 raise ConfigError(f"{name}: {shown(value)} is no `{kind.__name__}`", code="wrong-type")
+        if config[self.phase].backend == "disabled":
+            backend = None
+        if backend is not None and getattr(backend.owner(), "_state", "closed") != "closed":
+            raise ConfigError(
+                "backend: it has the graphs of another runner, whose keys are the same",
+                code="backend-in-use",
+                hint="make one for each runner, or close the other one first",
+            )
         self.model_runner = model_runner
         self.config = config
         self.hooks = Hooks(model_runner)
@@ -120,10 +129,14 @@ class RunnerParts(ABC):
         self._estimate: CaptureEstimate | None = None
         #: The static batch of the replay that runs now.
         self._replaying: Any = None
+        #: Whether the static buffers are those of a replay that has not been launched yet, or runs Python in between.
+        self._in_step = False
         self._eager_steps = EagerSteps()
         self._has_captured = False
         self._state: Literal["open", "paused", "closed", "forked"] = "open"
         watch_forks(self)
+        if backend is not None:
+            backend.owner = weakref.ref(self)
         if nvtx:
             mark_steps(self, nvtx_ranges(self))
         if profile is not None:
@@ -270,6 +283,16 @@ class RunnerParts(ABC):
             raise made_before_fork(f"the {self.phase} runner")
         if self._state == "closed":
             raise ReplayError(f"the {self.phase} runner is closed", code="closed", hint="make a new one")
+
+    def _check_free(self) -> None:
+        """Open, and nobody's buffers and graph are in use."""
+        self._check_open()
+        if self._in_step:
+            raise ReplayError(
+                f"the {self.phase} runner is in the middle of a replay, whose buffers and graph would be changed",
+                code="step-in-progress",
+                hint="its hooks and breaks cannot replay, capture, drop or close: do that before or after the step",
+            )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -94,6 +94,9 @@ def log_report(report: CaptureReport, rank: int) -> None:
     for drop in report.dropped:
         message = f"{report.phase}: dropped {drop.key}: {drop.reason}"
         log(logging.WARNING, "dropped", message, {"key": drop.key.to_dict(), "reason": drop.reason})
+    for left_out in report.left_out_by_reason:
+        message = f"{report.phase}: left out {left_out}"
+        log(logging.WARNING, "left-out", message, {"phase": report.phase, "left_out": fields["left_out"]})
 
 
 def _log(event: CaptureProgress) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from devicegraph.outputs import bytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -61,7 +63,7 @@ def first_difference(one: torch.Tensor, other: torch.Tensor) -> list[int] | None
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """`[elements, bytes of one]`."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    return bytes_of(tensor).view(tensor.numel(), tensor.itemsize)
 
 
 def _first_far_element(

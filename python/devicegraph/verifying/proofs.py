@@ -311,19 +311,22 @@ class Proofs:
         self, plain: Result, suspects: Sequence[_Named], launch: Callable[[Sequence[Any], int], Result]
     ) -> dict[tuple[str, ...], str]:
         """Poisons all suspects, and where that moves anything halves of them, to tell who does it, and where first."""
-
-        def blame(chosen: Sequence[_Named], which: int) -> dict[tuple[str, ...], str]:
-            place = first_moved(plain, launch(chosen, which)) if chosen else None
-            if place is None:
-                return {}
-            names = tuple(each.name for each in chosen)
-            middle = len(chosen) // 2
-            halves = (chosen[:middle], chosen[middle:]) if middle else ()
-            return {names: where for half in halves for names, where in blame(half, which).items()} or {names: place}
-
-        found = blame(suspects, 0)
+        found = _blame(plain, suspects, 0, launch)
         named = {name for names in found for name in names}
-        return found | blame([each for each in suspects if each.name not in named], 1)
+        return found | _blame(plain, [each for each in suspects if each.name not in named], 1, launch)
+
+
+# No function inside of another one: it would hold itself, and with it the results, until a collector comes.
+def _blame(
+    plain: Result, chosen: Sequence[_Named], which: int, launch: Callable[[Sequence[Any], int], Result]
+) -> dict[tuple[str, ...], str]:
+    place = first_moved(plain, launch(chosen, which)) if chosen else None
+    if place is None:
+        return {}
+    middle = len(chosen) // 2
+    halves = (chosen[:middle], chosen[middle:]) if middle else ()
+    found = {names: where for half in halves for names, where in _blame(plain, half, which, launch).items()}
+    return found or {tuple(each.name for each in chosen): place}
 
 
 class _Named(Protocol):
