@@ -265,6 +265,10 @@ fn a_compiler_beside_another_backend_is_kept_and_warned_of() {
     let piecewise = Value::from_json(r#"{"backend": "tc_piecewise"}"#).expect("json");
     assert_eq!(config.with_phase(Phase::Decode, &piecewise, &SOURCE).expect("good").warnings(), []);
     assert_eq!(Config::default().warnings(), []);
+    let compiler = r#"{"tc_compiler": "inductor"}"#;
+    let both = from_json(&format!(r#"{{"decode": {compiler}, "prefill": {compiler}}}"#)).expect("good");
+    let paths: Vec<String> = both.warnings().into_iter().map(|issue| issue.path).collect();
+    assert_eq!(paths, ["decode.tc_compiler"], "a document names the compiler of each phase apart");
 }
 
 #[test]

@@ -178,14 +178,14 @@ fn a_source_on_the_host_is_staged_for_a_slot_on_the_device_where_there_is_room()
 }
 
 /// The entries of a slot on the device whose source is there, too, where it can be taken.
-fn on_device(layout: SlotLayout, source: &Source) -> Option<Vec<Entry>> {
+fn on_device(layout: &SlotLayout, source: &Source) -> Option<Vec<Entry>> {
     let planner = Planner::new(vec![layout.clone()], MAX_BS, MAX_TOKENS);
     let work = planner.work(&checked([0, 0, source.shape[layout.dim], 8]), &[Some(source.clone())], false).unwrap();
     let place = Place { device: Some("cuda:0".to_owned()), staged_bytes: 0 };
     let buffer = Buffer { address: address(0), pad_bits: 0 };
     let mut table = Table::default();
     let given = Given::Tensor(source.clone());
-    let taken = table.add(0, &layout, buffer, &work[0], Some(&given), &place);
+    let taken = table.add(0, layout, buffer, &work[0], Some(&given), &place);
     taken.then(|| table.device.into_iter().map(|(_, entry)| entry).collect())
 }
 
@@ -202,7 +202,7 @@ fn an_entry_names_the_types_that_it_casts_between_and_moves_one_type_as_integers
         ("uint8", "bool", Some((1, 0))),
         ("float32", "float8_e4m3fn", None),
     ] {
-        let entries = on_device(crate::slot("a", to, &[24]), &crate::source(from, &[5]));
+        let entries = on_device(&crate::slot("a", to, &[24]), &crate::source(from, &[5]));
         assert_eq!(entries.map(|entries| (entries[0].to, entries[0].from)), codes, "{to} from {from}");
     }
 }
@@ -211,7 +211,7 @@ fn an_entry_names_the_types_that_it_casts_between_and_moves_one_type_as_integers
 fn neighbouring_dimensions_that_lie_alike_in_slot_and_source_are_one_of_an_entry() {
     let rows = || SlotLayout { dim: 0, ..crate::slot("a", "int64", &[24, 2, 2, 2]) };
     let taken = |source: Source| {
-        on_device(rows(), &source).map(|entries| {
+        on_device(&rows(), &source).map(|entries| {
             entries
                 .iter()
                 .map(|entry| (entry.sizes, entry.src_strides[2], entry.live, entry.live_dim))
@@ -234,7 +234,7 @@ fn a_dimension_of_one_index_is_none_of_an_entrys_wherever_the_next_index_would_l
     let mut layout = SlotLayout { dim: 0, ..crate::slot("a", "int64", &[24, 1, 1, 1]) };
     layout.strides = [1, 7, 9, 5].as_slice().into();
     let source = Source { strides: [1, 3, 2, 4].as_slice().into(), ..crate::source("int64", &[5, 1, 1, 1]) };
-    assert_eq!(on_device(layout, &source).map(|entries| (entries.len(), entries[0].sizes)), Some((1, [1, 1, 8])));
+    assert_eq!(on_device(&layout, &source).map(|entries| (entries.len(), entries[0].sizes)), Some((1, [1, 1, 8])));
 }
 
 #[test]
