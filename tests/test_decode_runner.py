@@ -792,8 +792,10 @@ def test_a_bucket_that_a_variant_lacks_is_dropped_in_all_of_them_where_ranks_vot
 
 
 def test_an_error_that_ends_a_vote_is_raised_with_what_had_failed_here_before() -> None:
+    late = TimeoutError("no answer")
+
     def vote(proposal: dg.Proposal) -> dg.Proposal:
-        raise dg.RankError("rank 1 is gone", code="rank-late", ranks=(1,))
+        raise dg.RankError("rank 1 is gone", code="rank-late", ranks=(1,)) from late
 
     for failure in (ValueError("here"), torch.OutOfMemoryError("here")):
         engine = FailsAt(2, failure)
@@ -807,7 +809,7 @@ def test_an_error_that_ends_a_vote_is_raised_with_what_had_failed_here_before() 
     engine.vote = vote
     with runner_for(engine, bs=[2]) as runner, pytest.raises(dg.RankError) as caught:
         runner.capture()
-    assert caught.value.__cause__ is None
+    assert caught.value.__cause__ is late
 
 
 # Hooks.

@@ -6,14 +6,14 @@ import io
 import json
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 import devicegraph as dg
+from devicegraph.backends import split_ops
 from devicegraph.runners.progress import show_progress
-from engines import ShortOfMemory, ToyEngine
-
-if TYPE_CHECKING:
-    import pytest
+from engines import ShortOfMemory, ToyEngine, ToyPrefill
 
 EVENTS = [
     dg.CaptureProgress("decode", dg.ShapeKey(4), 1, 2, 0.125, None),
@@ -82,6 +82,25 @@ def test_sizes_that_were_asked_for_and_do_not_fit_the_engine_are_reported_and_lo
         assert [record.getMessage() for record in caplog.records] == ([] if text is None else [f"decode: {text}"])
         sizes = [] if left_out is None else [{"size": int(left_out), "code": "bucket-over-limit"}]
         assert report.to_dict()["left_out"] == sizes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_logs_that_another_backend_captures_than_was_asked_for(
+    rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_ops, "_registered", {})
+    engine = ToyPrefill()
+    engine.rank = rank  # type: ignore[attr-defined]
+    config = dg.CudaGraphConfig(prefill={"bs": [8], "backend": "tc_piecewise"})
+    with dg.PrefillCudaGraphRunner(engine, config=config) as runner:
+        assert runner.capture().fallback is not None
+    (record,) = caplog.records
+    assert record.getMessage() == f"prefill: `tc_piecewise` is captured by `breakable`: {runner.fallback}"
+    assert record.devicegraph == {  # type: ignore[attr-defined]
+        "event": "fallback",
+        "phase": "prefill",
+        "reason": runner.fallback,
+    }
 
 
 class Terminal(io.StringIO):
