@@ -1196,6 +1196,19 @@ def test_an_interrupt_in_a_capture_passes_through_and_leaves_no_graph() -> None:
         assert gc.isenabled()
 
 
+def test_what_fails_between_graphs_is_a_capture_error_with_its_cause() -> None:
+    error = ValueError("from the hook")
+
+    def fail(event: dg.CaptureProgress) -> None:
+        raise error
+
+    with runner_for(ToyEngine(max_bs=4), progress=fail) as runner:
+        with pytest.raises(dg.CaptureError, match="from the hook") as caught:
+            runner.capture()
+        assert (caught.value.code, caught.value.__cause__) == ("capture-failed", error)
+        assert not runner.graphs
+
+
 def test_metadata_that_fails_in_capture_is_a_capture_error() -> None:
     engine = Recorded(max_bs=4)
     engine.fail = "prepare"
@@ -1626,6 +1639,20 @@ def test_the_collector_is_on_or_off_after_nested_freezes_as_it_was_before(enable
     finally:
         gc.enable()
     assert gc.get_freeze_count() == frozen
+
+
+def test_what_became_garbage_in_a_freeze_goes_with_it_also_where_the_collector_is_off() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.me = self
+
+    gc.disable()
+    try:
+        with dg.freeze_gc():
+            garbage = weakref.ref(Node())
+        assert garbage() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_set_aside", [False, True])

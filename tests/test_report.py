@@ -51,6 +51,18 @@ def test_a_report_without_graphs_says_why() -> None:
     assert str(report) == "decode, backend `disabled`: no graphs, the phase is disabled"
 
 
+def test_a_report_of_a_phase_that_a_rule_disabled_names_the_rule() -> None:
+    rule = dg.Rule("shared", "decode", ("full",), lambda facts: facts["shared"], hard=False, reason="it is shared")
+    for shared, note in (
+        (True, "the phase is disabled: it is shared (rule `shared`)"),
+        (False, "the phase is disabled"),
+    ):
+        asked = dg.CudaGraphConfig() if shared else dg.CudaGraphConfig(decode={"backend": "disabled"})
+        config = dg.resolve_config(asked, {"shared": shared}, [rule])
+        with dg.DecodeCudaGraphRunner(ToyEngine(max_bs=4), config=config) as runner:
+            assert runner.capture().note == note
+
+
 def test_a_report_exports_plain_values() -> None:
     exported = json.loads(REPORT.to_json())
     assert exported["captured"][1] == {
