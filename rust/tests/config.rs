@@ -8,6 +8,7 @@ use devicegraph::buckets::{Arguments, Buckets};
 use devicegraph::config::{Config, Export, KEYS, Phase, PhaseConfig};
 use devicegraph::document::Value;
 use devicegraph::error::ConfigError;
+use devicegraph::layers::Source;
 use insta::assert_snapshot;
 use proptest::prelude::*;
 
@@ -364,4 +365,18 @@ fn buckets_take_what_a_phase_says() {
     let arguments =
         Arguments { maximum: value("max_bs"), bs: value("bs"), limit: Value::Int(100), ..Arguments::default() };
     assert_eq!(Buckets::decode(&arguments).expect("good").sizes(), [1, 3, 100]);
+}
+
+#[test]
+fn a_word_is_taken_for_one_that_differs_by_a_third_of_its_letters_and_one_more() {
+    let hint = |document: &str| {
+        let error = Config::from_json(document, &Source::Config("from_json".into())).expect_err("it is wrong");
+        error.issues[0].hint().unwrap_or_default()
+    };
+    for (word, expected) in [("fulllll", "did you mean `full`?"), ("fullllll", "")] {
+        assert_eq!(hint(&format!(r#"{{"decode": {{"backend": "{word}"}}}}"#)), expected);
+    }
+    for (key, expected) in [("b", "did you mean `bs`?"), ("q", "")] {
+        assert_eq!(hint(&format!(r#"{{"decode": {{"{key}": [1]}}}}"#)), expected);
+    }
 }

@@ -304,6 +304,21 @@ fn an_explanation_as_data_says_the_same_and_more() {
 }
 
 #[test]
+fn a_phase_that_is_taken_from_another_configuration_keeps_who_named_what_and_a_twin_nobody_named_is_a_default() {
+    let phase = r#"{"decode": {"bs": [1, 2]}}"#;
+    let taken = Config::from_json(phase, &Source::Option("--bs".into())).expect("good").phase(Phase::Decode);
+    let config = Config::from_value(&json(phase), &Source::Config("from_dict".into())).expect("good");
+    let sizes = |config: &Config| {
+        let text = config.explain().to_string();
+        let named = text.lines().filter(|line| line.starts_with("decode.max_bs") || line.starts_with("decode.bs"));
+        named.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+    };
+    assert_eq!(sizes(&config), ["decode.max_bs - default", "decode.bs 1, 2 from_dict"]);
+    let config = config.with_sources_of(Phase::Decode, &taken);
+    assert_eq!(sizes(&config), ["decode.max_bs - default", "decode.bs 1, 2 --bs"]);
+}
+
+#[test]
 fn sources_are_told_apart_by_kind_and_only_people_are_explicit() {
     let rule = Source::Rule { name: "npu".into(), reason: "decode only".into() };
     let kinds = [

@@ -336,3 +336,11 @@ fn arguments_that_contradict_one_another_are_refused() {
       hint: to run this phase without graphs, set its `backend` to `disabled`
     ");
 }
+
+#[test]
+fn the_largest_size_is_a_bucket_of_a_default_list_or_else_the_largest_multiple_below_it() {
+    for (alignment, largest) in [(1, LARGEST_SIZE), (4, LARGEST_SIZE), (3, LARGEST_SIZE - 1), (7, LARGEST_SIZE - 4)] {
+        let arguments = Arguments { maximum: int(LARGEST_SIZE), alignment: int(alignment), ..Arguments::default() };
+        assert_eq!(Buckets::prefill(&arguments).expect("the arguments are good").maximum(), largest, "{alignment}");
+    }
+}
