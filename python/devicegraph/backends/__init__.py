@@ -78,9 +78,10 @@ def resolve_decode_backend(runner: CapturingRunner) -> BaseCudaGraphBackend | No
 
 
 def _why_not_piecewise(device_type: str) -> str | None:
-    words = backend_words(device_type)
-    if "tc_piecewise" not in words and "breakable" in words:
-        return "not-on-device"
+    if f"{device_type}:tc_piecewise" not in _BACKENDS:  # else nobody has to look for plug-ins
+        words = backend_words(device_type)
+        if "tc_piecewise" not in words and "breakable" in words:
+            return "not-on-device"
     if torch.__version__ < OLDEST_TORCH_FOR_PIECES:
         return "torch-too-old"
     # Without them the whole forward, attention included, would be one piece of fixed shape.

@@ -26,7 +26,7 @@ class FullCudaGraphBackend(BaseCudaGraphBackend):
     Args:
         share_executables: let graphs of one form take turns on one executable, which saves the memory of the others
             (about 2 MiB each for a decoder of 28 layers on CUDA) and costs an update whenever another graph is replayed
-            than the time before (about 1 to 2 ms there). For engines that are bound by memory and stay on few buckets.
+            than the time before (about 0.8 ms there). For engines that are bound by memory and stay on few buckets.
             Each graph is launched once more when it is captured, to check its outputs; `executables` says what came of
             it.
 
